@@ -3,12 +3,21 @@
     Y = sum over ranks of P, fp32, in rank order, rounded once;  P: [bags, columns], this rank's pooled rows
 
 The bags are cut into chunks, one an owner; with ONCE every rank owns all bags. A slice is some bags that one
-signal covers. The parts and their waits are those of `exchange_sums`, but for A:
+signal covers.
 
 A. An item is up to BB bags of one table. A program pools it, rounds it to the exchanged dtype, and stores it
    in the inbox of the owner of these bags, its own too, with ONCE in that of every rank. The program that
    counts the last item of a slice signals. Owners come from the next rank on, this rank last.
-B, C. `sum_up`: items of LENGTH elements, as many to a slice as its bags have.
+
+In `sum_up` an item is LENGTH elements, and a slice as many as its bags have:
+
+B. Programs draw tickets in the order of the own items. A program waits for the slice from all ranks, adds,
+   and stores the sum in the output. For an all_reduce that is not ONCE it also stores the sum in `finished`
+   of all peers, and the program that counts the last item of the slice signals all peers.
+C. Later tickets are for items of the peers' chunks. A program waits for the slice and copies an item to the
+   output.
+
+Part A needs no wait. Part B waits for part A of the peers, and part C for part B of the peers.
 
 A rank has two halves each of the inbox [W, items, LENGTH], `finished` likewise, and of the counters
 [2 * W, slices]: parts, then sums, by their source.
@@ -25,13 +34,38 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, launch
 
-from .comm import begin, half_of
+from .comm import (
+    CODES_PER_SITE,
+    COPYING,
+    REDUCING,
+    STATE_TICKETS,
+    begin,
+    draw,
+    drawn,
+    half_of,
+    is_last,
+    peer,
+    wait_all,
+)
 from .embedding_bags import TABLE, bags_of, find_faults, item_at, report_faults
 from .embedding_exchange import pool_any
 from .embedding_tables import MOST_BAGS, Places, Tables, Tiles, place_aligned
-from .exchange_sums import UNIT, sum_up
-from .shares import STATE_STARTED, A, announce, claim, first_share, further, look, start
-from .slices import count_for_all, count_item
+from .exchange_sums import UNIT, place
+from .inboxes import slot
+from .shares import (
+    STATE_STARTED,
+    A,
+    announce,
+    claim,
+    end_shares,
+    first_share,
+    further,
+    look,
+    multiprocessor,
+    start,
+    stays,
+)
+from .slices import clear, count_for_all, count_item
 
 
 class Cut(NamedTuple):
@@ -80,6 +114,79 @@ def bag_sums_needs(
         signals=2 * 4 * 2 * world * cut.slices,
         done=(world + 1) * cut.slices,
     )
+
+
+@triton.jit
+def sum_up(
+    out, inbox, finished, signals, summed, state,
+    elements, chunk, items, slice_items, slices, rank, site, half, summed_half, first_signal, epoch,
+    PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, ALL: tl.constexpr, ONCE: tl.constexpr,
+    MEAN: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Parts B and C, and the end of the call.
+
+    The own part lies in the own inbox like those of peers, and is signalled. elements, chunk: in units;
+    summed: counters of the items of each slice whose sums peers have; half, summed_half: elements before this
+    call's half of the inbox and of `finished`; first_signal: the first counter of its half.
+    """
+    dtype: tl.constexpr = out.dtype.element_ty
+    TWICE: tl.constexpr = ALL and not ONCE
+    lane = tl.arange(0, LENGTH)
+    units = tl.cast(items * (W if TWICE else 1), tl.int32)
+    unit = units
+    if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
+        unit = drawn(draw(state + STATE_TICKETS))
+    arrived = peer(signals, rank, tl.int32) + first_signal
+    own = tl.load(inbox + rank)
+    code = site * CODES_PER_SITE + REDUCING
+    known, counted = tl.full((), -1, tl.int32), tl.full((), -1, tl.int32)
+    mine = (0 if ONCE else rank) * chunk
+    first_sum = first_signal + (W + rank) * slices
+    while unit < items:
+        item = unit
+        ticket = draw(state + STATE_TICKETS)
+        piece = item // slice_items
+        if piece != known:
+            wait_all(arrived + piece, slices, W, 1, state, code, 0, piece, epoch)
+            known = piece
+        begun, inside = place(mine, item, chunk, elements, LENGTH)
+        total = tl.zeros((LENGTH,), tl.float32)
+        for r in tl.static_range(W):
+            theirs = slot(own, half, r, item, items, LENGTH, dtype)
+            part = tl.load(theirs + lane, mask=inside, other=0.0)
+            total += part.to(tl.float32)
+        if MEAN:
+            total /= W
+        value = total.to(dtype)
+        tl.store(out + (begun if ALL else item * LENGTH) + lane, value, mask=inside)
+        if TWICE:
+            if counted >= 0:
+                count_for_all(summed, signals, counted, items, slice_items, rank, first_sum, W)
+            for p in tl.static_range(1, W):
+                there = tl.load(finished + (rank + p) % W)
+                to = slot(there, summed_half, rank, item, items, LENGTH, dtype)
+                tl.store(to + lane, value, mask=inside)
+            counted = item
+        unit = drawn(ticket)
+    if TWICE:
+        if counted >= 0:  # before it waits for what peers send after they have this
+            count_for_all(summed, signals, counted, items, slice_items, rank, first_sum, W)
+        own = tl.load(finished + rank)
+        code = site * CODES_PER_SITE + COPYING
+        while unit < units:
+            item = (unit - items) // (W - 1)
+            source = (rank + 1 + (unit - items) % (W - 1)) % W
+            ticket = draw(state + STATE_TICKETS)
+            piece = item // slice_items
+            wait_all(arrived + (W + source) * slices + piece, 0, 1, 1, state, code, source, piece, epoch)
+            begun, inside = place(source * chunk, item, chunk, elements, LENGTH)
+            value = tl.load(slot(own, summed_half, source, item, items, LENGTH, dtype) + lane, mask=inside)
+            tl.store(out + begun + lane, value, mask=inside)
+            unit = drawn(ticket)
+    tl.debug_barrier()
+    if is_last(state, PROGRAMS):
+        clear(peer(signals, rank, tl.int32) + first_signal, 2 * W * slices, 256)
+        end_shares(state, epoch, PROGRAMS)
 
 
 @triton.jit(
@@ -163,10 +270,10 @@ def exchange_bags(
     half = half_of(epoch) * tl.cast(inbox_half, tl.int64) * UNIT
     summed_half = half_of(epoch) * tl.cast(finished_half, tl.int64) * UNIT
     sum_up(
-        out, out, inbox, finished, signals, done + W * slices, state,
+        out, inbox, finished, signals, done + W * slices, state,
         bags * columns, chunk * columns, items, slice_items, slices, rank, site, half, summed_half,
         half_of(epoch) * signals_half, epoch,
-        PROGRAMS, PER_SM, W, ALL, ONCE, MEAN, LENGTH, True,
+        PROGRAMS, PER_SM, W, ALL, ONCE, MEAN, LENGTH,
     )  # fmt: skip
 
 

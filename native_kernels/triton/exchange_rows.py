@@ -47,7 +47,7 @@ from .comm import (
     signal_all,
     wait_all,
 )
-from .exchange_sums import slot
+from .inboxes import slot
 from .shares import (
     STATE_STARTED,
     A,

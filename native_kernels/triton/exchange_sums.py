@@ -3,21 +3,25 @@
     Y = sum over ranks of P, fp32, in rank order, rounded once
 
 The elements are cut into items, and the items into chunks, one an owner; with ONCE every rank owns all items.
-A slice is some items that one signal covers.
+What travels are words (`words.py`), so there is no signal.
 
-A. A program stores items of its P in the inbox of their owner, with ONCE in the inbox of every peer. The
-   program that counts the last item of a slice signals.
-B. Programs draw tickets in the order of the own items. A program waits for the slice from all ranks, adds,
-   and stores the sum in the output. For an all_reduce that is not ONCE it also stores the sum in `finished`
-   of all peers, and the program that counts the last item of the slice signals all peers.
-C. Later tickets are for slices of the peers' chunks. A program waits for the slice and copies its items to
+A. A program sends items of its P to their owner, with ONCE to every peer.
+B. Programs draw tickets in the order of the own items. A program takes the words of an item from all ranks,
+   adds, and stores the sum in the output. For an all_reduce that is not ONCE it also sends the sum to all
+   peers.
+C. Later tickets are for items of the peers' chunks. A program takes the words of an item, and stores them in
    the output.
 
-Part A needs no wait. Part B waits for part A of the peers, and part C for part B of the peers. Between two
-ranks ONCE sends as many bytes as the other form, in one exchange instead of two.
+    a program     A   A   A, B   A   A, B   A, B   B   B   C   C
 
-A rank has two halves each of the inbox [W, items, length], `finished` likewise, and of the counters
-[2 * W, slices]: parts, then sums, by their source.
+Part A needs no wait. Part B waits for part A of the peers, and part C for part B of the peers. Between two
+items of A a program looks for the words of its ticket, and takes them if the first ones are there: links and
+memory work at the same time. Between two ranks ONCE sends as many bytes as the other form, in one exchange
+instead of two. The first UNIT elements of an
+item are sent even if it is empty, so that every rank hears from every other one in each call.
+
+A rank has two halves of words. A half begins with two regions [W, items, length]: parts, then sums, by their
+source.
 """
 
 from dataclasses import dataclass
@@ -29,34 +33,12 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, launch
 
-from .comm import (
-    CODES_PER_SITE,
-    COPYING,
-    REDUCING,
-    STATE_TICKETS,
-    begin,
-    draw,
-    drawn,
-    half_of,
-    is_last,
-    peer,
-    wait_all,
-)
+from .by_turns import first_ticket, first_unit, next_share, ticket_of_margin
+from .comm import CODES_PER_SITE, COPYING, REDUCING, STATE_TICKETS, begin, draw, drawn, half_of, is_last
 from .dependent import grid_wait
-from .shares import (
-    STATE_STARTED,
-    A,
-    announce,
-    claim,
-    end_shares,
-    first_share,
-    further,
-    look,
-    multiprocessor,
-    start,
-    stays,
-)
-from .slices import clear, count_for_all, count_item
+from .patience import any_thread
+from .shares import A, announce, claim, end_shares, start
+from .words import LINE, LONGER_NS, place_of_words, take, take_sum, value_of, word_of
 
 UNIT = tl.constexpr(8)
 """Elements that are loaded and stored together: 16 bytes."""
@@ -64,11 +46,10 @@ UNIT = tl.constexpr(8)
 
 @dataclass(frozen=True)
 class SumsConfig:
-    """once: every rank adds up everything; length: elements of an item; slice_items: items of a slice."""
+    """once: every rank adds up everything; length: elements of an item."""
 
     once: bool = False
     length: int = 2048
-    slice_items: int = 16
     warps: int = 4
     per_sm: int = 4
 
@@ -83,28 +64,25 @@ class SumsConfig:
             return cdiv(elements // world, self.length)
         return cdiv(elements, self.length * (1 if self.once else world))
 
-    def slices(self, items: int) -> int:
-        """Of a chunk."""
-        return cdiv(items, self.slice_items)
-
 
 def sums_needs(elements: int, itemsize: int, world: int, all_ranks: bool, config: SumsConfig) -> Need:
     """The memory of a call on a matrix of so many elements."""
     items = config.items(elements, world, all_ranks)
-    slices, region = config.slices(items), 2 * world * items * config.length * itemsize
-    return Need(
-        inbox=region,
-        finished=region if all_ranks and not config.once else 0,
-        signals=2 * 4 * 2 * world * slices,
-        done=world * slices,
-    )
+    regions = 2 if all_ranks and not config.once else 1
+    return Need(words=2 * regions * world * items * config.length * itemsize)
 
 
 @triton.jit
-def slot(region, half, source, item, items, length, DTYPE: tl.constexpr):
-    """The place of an item of `source` in the memory of a rank."""
-    at = (source * items + item).to(tl.int64) * length
-    return tl.multiple_of(region.to(tl.pointer_type(DTYPE)), 16) + half + at
+def slot(inboxes, owner, begun, source, item, items, LENGTH: tl.constexpr, DTYPE: tl.constexpr):
+    """Pointers to the words of an item of `source`, in memory of `owner`. begun: bytes before the region."""
+    to = place_of_words(tl.load(inboxes + owner), begun, DTYPE)
+    return to + (source * items + item).to(tl.int64) * LENGTH + tl.arange(0, LENGTH)
+
+
+@triton.jit
+def sent_of(inside, LENGTH: tl.constexpr):
+    """The elements of an item that are sent, of which some exist."""
+    return inside | (tl.arange(0, LENGTH) < UNIT)
 
 
 @triton.jit
@@ -118,103 +96,89 @@ def place(first, item, chunk, elements, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def sum_up(
-    product, out, inbox, finished, signals, summed, state,
-    elements, chunk, items, slice_items, slices, rank, site, half, summed_half, first_signal, epoch,
-    PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, ALL: tl.constexpr, ONCE: tl.constexpr,
-    MEAN: tl.constexpr, LENGTH: tl.constexpr, STORED: tl.constexpr,
+def is_there(
+    ticket, units, inboxes, half, items, rank, W: tl.constexpr, LENGTH: tl.constexpr, DTYPE: tl.constexpr,
+    STORED: tl.constexpr,
 ):  # fmt: skip
-    """Parts B and C, and the end of the call.
+    """Whether the first words of what a ticket takes are there; threads may see different values. Not so
+    behind the last ticket."""
+    SOURCES: tl.constexpr = 2 if W <= 2 else (4 if W <= 4 else 8)
+    source = tl.arange(0, SOURCES)
+    is_sum, copy = ticket < items, tl.maximum(ticket - items, 0)
+    item = tl.where(is_sum, ticket, copy // (W - 1))
+    of_sum = (source < W) & (STORED | (source != rank))
+    wanted = (is_sum & of_sum) | ((is_sum == 0) & (source == (rank + 1 + copy % (W - 1)) % W))
+    begun = half + tl.where(is_sum, 0, sums_behind(items, W, LENGTH, DTYPE))
+    first = place_of_words(tl.load(inboxes + rank), begun, DTYPE)
+    at = first + (source * items + item).to(tl.int64) * LENGTH
+    words = tl.load(at, mask=wanted & (ticket < units), other=1, volatile=True)
+    return (ticket < units) & (tl.min((words != 0).to(tl.int32)) != 0)
 
-    product: the own part, [elements]; STORED: it lies in the own inbox like those of peers, and is signalled;
-    summed: counters of the items of each slice whose sums peers have; half, summed_half: elements before this
-    call's half of the inbox and of `finished`; first_signal: the first counter of its half.
+
+@triton.jit
+def sums_behind(items, W: tl.constexpr, LENGTH: tl.constexpr, DTYPE: tl.constexpr):
+    """Bytes of all parts; the sums lie behind them."""
+    return tl.cast(items, tl.int64) * (LENGTH * W * (DTYPE.primitive_bitwidth // 8))
+
+
+@triton.jit
+def settle(
+    ticket, product, out, inboxes, state, elements, chunk, items, rank, site, half, epoch,
+    W: tl.constexpr, ALL: tl.constexpr, ONCE: tl.constexpr, MEAN: tl.constexpr, LENGTH: tl.constexpr,
+    STORED: tl.constexpr,
+):  # fmt: skip
+    """Part B or C of a ticket. Returns the next ticket.
+
+    product: the own part, [elements]; STORED: the words of it lie there like those of peers; half: bytes
+    before this call's half of the words.
     """
     dtype: tl.constexpr = out.dtype.element_ty
     TWICE: tl.constexpr = ALL and not ONCE
     lane = tl.arange(0, LENGTH)
-    units = tl.cast(items * (W if TWICE else 1), tl.int32)
-    unit = units
-    if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
-        unit = drawn(draw(state + STATE_TICKETS))
-    arrived = peer(signals, rank, tl.int32) + first_signal
-    own = tl.load(inbox + rank)
-    code = site * CODES_PER_SITE + REDUCING
-    known, counted = tl.full((), -1, tl.int32), tl.full((), -1, tl.int32)
-    mine = (0 if ONCE else rank) * chunk
-    first_sum = first_signal + (W + rank) * slices
-    while unit < items:
-        item = unit
-        ticket = draw(state + STATE_TICKETS)
-        piece = item // slice_items
-        if piece != known:
-            wait_all(arrived + piece, slices, W if STORED else rank, 1, state, code, 0, piece, epoch)
-            if not STORED:
-                others = W - 1 - rank
-                wait_all(
-                    arrived + (rank + 1) * slices + piece, slices, others, 1, state, code, rank + 1, piece,
-                    epoch,
-                )  # fmt: skip
-            known = piece
-        begun, inside = place(mine, item, chunk, elements, LENGTH)
-        total = tl.zeros((LENGTH,), tl.float32)
-        for r in tl.static_range(W):
-            theirs = slot(own, half, r, item, items, LENGTH, dtype)
-            if not STORED:
-                theirs = tl.where(r == rank, product + begun, theirs)
-            part = tl.load(theirs + lane, mask=inside, other=0.0)
-            total += part.to(tl.float32)
+    sums = half + sums_behind(items, W, LENGTH, dtype)
+    further_ticket = draw(state + STATE_TICKETS)
+    if ticket < items:
+        begun, inside = place((0 if ONCE else rank) * chunk, ticket, chunk, elements, LENGTH)
+        sent = sent_of(inside, LENGTH)
+        own = 0.0
+        if not STORED:
+            own = tl.load(product + begun + lane, mask=inside, other=0.0)
+        total, arrived = take_sum(
+            slot(inboxes, rank, half, 0, ticket, items, LENGTH, dtype), tl.cast(items, tl.int64) * LENGTH,
+            own, sent, lane // UNIT, rank, state, site * CODES_PER_SITE + REDUCING, ticket, epoch, W, dtype,
+            STORED,
+        )  # fmt: skip
         if MEAN:
             total /= W
-        value = total.to(dtype)
-        tl.store(out + (begun if ALL else item * LENGTH) + lane, value, mask=inside)
+        words = word_of(total.to(dtype))
+        value = value_of(words, dtype)  # with +0 for -0, as the peers
+        tl.store(out + (begun if ALL else ticket * LENGTH) + lane, value, mask=inside)
         if TWICE:
-            if counted >= 0:
-                count_for_all(summed, signals, counted, items, slice_items, rank, first_sum, W)
             for p in tl.static_range(1, W):
-                there = tl.load(finished + (rank + p) % W)
-                to = slot(there, summed_half, rank, item, items, LENGTH, dtype)
-                tl.store(to + lane, value, mask=inside)
-            counted = item
-        unit = drawn(ticket)
-    if TWICE:
-        if counted >= 0:  # before it waits for what peers send after they have this
-            count_for_all(summed, signals, counted, items, slice_items, rank, first_sum, W)
-        own = tl.load(finished + rank)
-        code = site * CODES_PER_SITE + COPYING
-        while unit < units:
-            item = (unit - items) // (W - 1)
-            source = (rank + 1 + (unit - items) % (W - 1)) % W
-            ticket = draw(state + STATE_TICKETS)
-            piece = item // slice_items
-            wait_all(arrived + (W + source) * slices + piece, 0, 1, 1, state, code, source, piece, epoch)
-            begun, inside = place(source * chunk, item, chunk, elements, LENGTH)
-            value = tl.load(slot(own, summed_half, source, item, items, LENGTH, dtype) + lane, mask=inside)
-            tl.store(out + begun + lane, value, mask=inside)
-            unit = drawn(ticket)
-    tl.debug_barrier()
-    if is_last(state, PROGRAMS):
-        clear(peer(signals, rank, tl.int32) + first_signal, 2 * W * slices, 256)
-        end_shares(state, epoch, PROGRAMS)
+                to = slot(inboxes, (rank + p) % W, sums, rank, ticket, items, LENGTH, dtype)
+                tl.store(to, words, mask=sent & (arrived > 0))
+    elif TWICE:
+        item, source = (ticket - items) // (W - 1), (rank + 1 + (ticket - items) % (W - 1)) % W
+        begun, inside = place(source * chunk, item, chunk, elements, LENGTH)
+        words, _ = take(
+            slot(inboxes, rank, sums, source, item, items, LENGTH, dtype), sent_of(inside, LENGTH),
+            lane // UNIT, source, W, LONGER_NS, state, site * CODES_PER_SITE + COPYING, item, epoch,
+        )  # fmt: skip
+        tl.store(out + begun + lane, value_of(words, dtype), mask=inside)
+    return drawn(further_ticket)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "elements", "chunk", "items", "slice_items", "slices", "rank", "site", "inbox_half",
-        "finished_half", "signals_half",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["elements", "chunk", "items", "rank", "site", "inbox_half"])
 def exchange_sums(
-    product, out, inbox, finished, signals, done, state,
-    elements, chunk, items, slice_items, slices, rank, site, inbox_half, finished_half, signals_half,
+    product, out, inboxes, state, elements, chunk, items, rank, site, inbox_half,
     PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, ALL: tl.constexpr, ONCE: tl.constexpr,
     MEAN: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, PER_SM a multiprocessor.
 
     product: [elements]; chunk: elements of an owner; items: of a chunk; out: [elements], without ALL the own
-    chunk; inbox, finished, signals: int64 [W], addresses of those of all ranks. elements, chunk, inbox_half
-    and finished_half count in units.
+    chunk; inboxes: int64 [W], addresses of the memory for words of all ranks. elements and chunk count in
+    units, inbox_half in LINE bytes.
     """
     dtype: tl.constexpr = product.dtype.element_ty
     program = tl.program_id(0)
@@ -222,47 +186,41 @@ def exchange_sums(
     asked = claim(state, A, program, program)
     start(state)
     epoch = begin(state)
-    half = half_of(epoch) * tl.cast(inbox_half, tl.int64) * UNIT
-    summed_half = half_of(epoch) * tl.cast(finished_half, tl.int64) * UNIT
-    first_signal = half_of(epoch) * signals_half
-    first_part = first_signal + rank * slices
-    lane = tl.arange(0, LENGTH)
-    share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
-    while share >= 0:
-        if share == 0:
-            announce(state, rank, W, begin(state))
-        counted = tl.full((), -1, tl.int32)
-        for unit in range(share, items if ONCE else (W - 1) * items, PROGRAMS):
-            step, item = unit // items, unit % items
+    half = half_of(epoch) * tl.cast(inbox_half, tl.int64) * LINE
+    end = items if ONCE else (W - 1) * items  # of part A
+    units = tl.cast(items * (W if ALL and not ONCE else 1), tl.int32)
+    unit = first_unit(asked, end, state, A, PROGRAMS, program)
+    ticket, may_leave = first_ticket(state, units, PROGRAMS, PER_SM)
+    while (unit < end) | (ticket < units) | may_leave:
+        if unit < end:
+            if unit == 0:
+                announce(state, rank, W, epoch)
+            item, step = unit, 0
+            if not ONCE:
+                item, step = unit // (W - 1), unit % (W - 1)
             owner = (rank + 1 + step) % W
             begun, inside = place((0 if ONCE else owner) * chunk, item, chunk, elements, LENGTH)
-            values = tl.load(product + begun + lane, mask=inside)
-            # The stores of the item before have arrived by now, so that counting it does not wait.
-            if counted >= 0:
-                if ONCE:
-                    count_for_all(done, signals, counted, items, slice_items, rank, first_part, W)
-                else:
-                    count_item(done, signals, counted, items, slice_items, slices, rank, first_signal, W)
-            if ONCE:
-                for p in tl.static_range(1, W):
-                    there = tl.load(inbox + (rank + p) % W)
-                    tl.store(slot(there, half, rank, item, items, LENGTH, dtype) + lane, values, mask=inside)
-                counted = item
-            else:
-                there = tl.load(inbox + owner)
-                tl.store(slot(there, half, rank, item, items, LENGTH, dtype) + lane, values, mask=inside)
-                counted = step * slices + item // slice_items
-        if counted >= 0:
-            if ONCE:
-                count_for_all(done, signals, counted, items, slice_items, rank, first_part, W)
-            else:
-                count_item(done, signals, counted, items, slice_items, slices, rank, first_signal, W)
-        share = further(look(state, STATE_STARTED), PROGRAMS, state, A, PROGRAMS, program)
-    sum_up(
-        product, out, inbox, finished, signals, done + (W - 1) * slices, state,
-        elements, chunk, items, slice_items, slices, rank, site, half, summed_half, first_signal, epoch,
-        PROGRAMS, PER_SM, W, ALL, ONCE, MEAN, LENGTH, False,
-    )  # fmt: skip
+            lane = tl.arange(0, LENGTH)
+            words = word_of(tl.load(product + begun + lane, mask=inside, other=0.0))
+            for p in tl.static_range(W - 1 if ONCE else 1):
+                to = slot(inboxes, (owner + p) % W, half, rank, item, items, LENGTH, dtype)
+                tl.store(to, words, mask=sent_of(inside, LENGTH))
+            unit += PROGRAMS
+            if unit >= end:
+                unit = next_share(end, state, A, PROGRAMS, program)
+        elif may_leave:
+            ticket, may_leave = ticket_of_margin(state, units, rank, epoch, PROGRAMS, PER_SM, W)
+        there = ticket < units
+        if unit < end:
+            there = is_there(ticket, units, inboxes, half, items, rank, W, LENGTH, dtype, False)
+        if any_thread(there):
+            ticket = settle(
+                ticket, product, out, inboxes, state, elements, chunk, items, rank, site, half, epoch,
+                W, ALL, ONCE, MEAN, LENGTH, False,
+            )  # fmt: skip
+    tl.debug_barrier()
+    if is_last(state, PROGRAMS):
+        end_shares(state, epoch, PROGRAMS)
 
 
 def launch_exchange_sums(
@@ -280,7 +238,7 @@ def launch_exchange_sums(
     product, out: contiguous, of one dtype of 16 or 32 bits; they and the chunks begin and end at multiples of
     16 bytes. memory: at least what `sums_needs` says. Every rank of the group makes the same calls.
     """
-    world, elements, dtype, unit = memory.world, product.numel(), product.dtype, UNIT.value
+    world, elements, unit = memory.world, product.numel(), UNIT.value
     items, programs = config.items(elements, world, all_ranks), memory.programs * config.per_sm
     if not all_ranks:
         chunk = elements // world
@@ -288,11 +246,9 @@ def launch_exchange_sums(
         chunk = elements if config.once else items * config.length
     launch(
         exchange_sums, programs, compile_only,
-        product, out, memory.inbox.addresses, memory.finished.addresses, memory.signals.addresses,
-        memory.done, memory.state,
-        elements // unit, chunk // unit, items, config.slice_items, config.slices(items), memory.rank, site,
-        memory.inbox.half(dtype) // unit, memory.finished.half(dtype) // unit,
-        memory.signals.half(torch.int32),
+        product, out, memory.words.addresses, memory.state,
+        elements // unit, chunk // unit, items, memory.rank, site,
+        memory.words.half(torch.uint8) // LINE.value,
         PROGRAMS=programs, PER_SM=config.per_sm, W=world, ALL=all_ranks, ONCE=config.once,
         MEAN=mean, LENGTH=config.length, num_warps=config.warps, num_stages=1, maxnreg=config.registers,
     )  # fmt: skip

@@ -7,12 +7,10 @@
 `j * tokens + t`. P is cut into items and chunks as the matrix of `exchange_sums` is, whose parts B and C
 these are:
 
-A. A program computes an item of P and stores it in the inbox of its owner, its own too, with ONCE in that of
-   every rank. The program that counts the last item of a slice signals. Owners come from the next rank on,
-   this rank last.
+A. A program computes an item of P and sends it to its owner, its own too, with ONCE to every rank. Owners
+   come from the next rank on, this rank last.
 
-A rank has two halves each of the inbox [W, items, LENGTH], `finished` likewise, and of the counters
-[2 * W, slices]: parts, then sums, by their source.
+The memory for words is that of `exchange_sums`.
 
 `token_sums` is the sum of a rank alone, for collectives of libraries.
 """
@@ -24,12 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, launch
+from autofuse.native_kernels.gpu.memory import PeerMemory, cdiv, launch
 
-from .comm import BAD_INDEX, BAD_INPUT, CODES_PER_SITE, STATE_RECORD, begin, half_of
-from .exchange_bags import count_pooled
-from .exchange_sums import UNIT, SumsConfig, slot, sum_up, sums_needs
-from .shares import STATE_STARTED, A, announce, claim, first_share, further, look, start
+from .by_turns import first_ticket, first_unit, next_share, ticket_of_margin
+from .comm import BAD_INDEX, BAD_INPUT, CODES_PER_SITE, STATE_RECORD, begin, half_of, is_last
+from .exchange_sums import UNIT, SumsConfig, is_there, settle
+from .patience import any_thread
+from .shares import A, announce, claim, end_shares, start
+from .words import LINE, place_of_words, word_of
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,6 @@ class TokenRows:
             "K": self.k, "STEP": step, "FOLD": self.fold, "TAKEN": self.index is not None,
             "BEFORE": counts[0], "BEHIND": counts[1], "ADDED": self.added is not None,
         }  # fmt: skip
-
-
-def tokens_needs(elements: int, itemsize: int, world: int, all_ranks: bool, config: TokensConfig) -> Need:
-    """The memory of a call on a matrix P of so many elements."""
-    need = sums_needs(elements, itemsize, world, all_ranks, config)
-    slices = config.slices(config.items(elements, world, all_ranks))
-    return Need(need.inbox, need.finished, signals=need.signals, done=(world + 1) * slices)
 
 
 @triton.jit
@@ -157,14 +150,12 @@ def report_index(index, state, site, tokens, K: tl.constexpr, rows, LENGTH: tl.c
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "tokens", "width", "stride", "elements", "chunk", "items", "slice_items", "slices", "rank",
-        "site", "inbox_half", "finished_half", "signals_half",
+        "rows", "tokens", "width", "stride", "elements", "chunk", "items", "rank", "site", "inbox_half",
     ]
 )  # fmt: skip
 def exchange_tokens(
-    x, index, before, behind, added, out, inbox, finished, signals, done, state,
-    rows, tokens, width, stride, elements, chunk, items, slice_items, slices, rank, site,
-    inbox_half, finished_half, signals_half,
+    x, index, before, behind, added, out, inboxes, state,
+    rows, tokens, width, stride, elements, chunk, items, rank, site, inbox_half,
     PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, ALL: tl.constexpr, ONCE: tl.constexpr,
     MEAN: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, FOLD: tl.constexpr, TAKEN: tl.constexpr,
     BEFORE: tl.constexpr, BEHIND: tl.constexpr, ADDED: tl.constexpr, LENGTH: tl.constexpr,
@@ -172,28 +163,28 @@ def exchange_tokens(
     """Grid: PROGRAMS, PER_SM a multiprocessor.
 
     x, index, before, behind, added and their numbers: `TokenRows`; out: [tokens, columns], without ALL the
-    own chunk; inbox, finished, signals: int64 [W], addresses of those of all ranks; done: int32
-    [(W + 1) * slices], 0; chunk: elements of an owner; items: of a chunk. width, stride, elements, chunk,
-    inbox_half and finished_half count in units.
+    own chunk; inboxes: int64 [W], addresses of the memory for words of all ranks; chunk: elements of an
+    owner; items: of a chunk. width, stride, elements and chunk count in units, inbox_half in LINE bytes.
     """
     WIRE: tl.constexpr = out.dtype.element_ty
     program = tl.program_id(0)
     asked = claim(state, A, program, program)
     start(state)
     epoch = begin(state)
-    half = half_of(epoch) * tl.cast(inbox_half, tl.int64) * UNIT
-    summed_half = half_of(epoch) * tl.cast(finished_half, tl.int64) * UNIT
-    first_signal = half_of(epoch) * signals_half
+    half = half_of(epoch) * tl.cast(inbox_half, tl.int64) * LINE
     within = tl.arange(0, LENGTH // UNIT)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
     faults = tl.full((), 0, tl.int32)
-    share = first_share(asked, state, A, PROGRAMS, program, PROGRAMS)
-    while share >= 0:
-        if share == 0:
-            announce(state, rank, W, begin(state))
-        counted = tl.full((), -1, tl.int32)
-        for unit in range(share, items * (1 if ONCE else W), PROGRAMS):
-            step, item = unit // items, unit % items
-            owner = (rank + 1 + step) % W
+    end = items * (1 if ONCE else W)  # of part A
+    units = tl.cast(items * (W if ALL and not ONCE else 1), tl.int32)
+    unit = first_unit(asked, end, state, A, PROGRAMS, program)
+    ticket, may_leave = first_ticket(state, units, PROGRAMS, PER_SM)
+    while (unit < end) | (ticket < units) | may_leave:
+        if unit < end:
+            if unit == 0:
+                announce(state, rank, W, epoch)
+            item, owner = unit, rank
+            if not ONCE:
+                item, owner = unit // W, (rank + 1 + unit % W) % W
             skipped = item * (LENGTH // UNIT)
             begun = (0 if ONCE else owner) * chunk + skipped
             count = tl.minimum(chunk - skipped, elements - begun)
@@ -201,28 +192,31 @@ def exchange_tokens(
                 x, index, before, behind, added, begun, count, rows, tokens, width, stride,
                 K, STEP, FOLD, TAKEN, BEFORE, BEHIND, ADDED, LENGTH,
             )  # fmt: skip
-            faults |= tl.max(wrong.to(tl.int32), axis=0)
-            values = total.to(WIRE)
-            # The stores of the item before have arrived by now, so that counting it does not wait.
-            if counted >= 0:
-                count_pooled(done, signals, counted, items, slice_items, slices, rank, first_signal, W, ONCE)
+            words = word_of(total.to(WIRE))
+            sent = (inside | (tl.arange(0, LENGTH // UNIT) == 0))[:, None]
             for p in tl.static_range(W if ONCE else 1):
-                there = tl.load(inbox + (owner + p) % W)
-                to = slot(there, half, rank, item, items, LENGTH, WIRE) + within
-                tl.store(to, values, mask=inside[:, None])
-            counted = unit if ONCE else step * slices + item // slice_items
-        if counted >= 0:
-            count_pooled(done, signals, counted, items, slice_items, slices, rank, first_signal, W, ONCE)
-        if TAKEN:
-            if faults != 0:  # one of all indices is told
-                report_index(index, state, site, tokens, K, rows, LENGTH)
-                faults = tl.full((), 0, tl.int32)
-        share = further(look(state, STATE_STARTED), PROGRAMS, state, A, PROGRAMS, program)
-    sum_up(
-        out, out, inbox, finished, signals, done + W * slices, state,
-        elements, chunk, items, slice_items, slices, rank, site, half, summed_half, first_signal, epoch,
-        PROGRAMS, PER_SM, W, ALL, ONCE, MEAN, LENGTH, True,
-    )  # fmt: skip
+                to = place_of_words(tl.load(inboxes + (owner + p) % W), half, WIRE)
+                tl.store(to + (rank * items + item).to(tl.int64) * LENGTH + within, words, mask=sent)
+            faults |= tl.max(wrong.to(tl.int32), axis=0)
+            unit += PROGRAMS
+            if unit >= end:
+                unit = next_share(end, state, A, PROGRAMS, program)
+        elif may_leave:
+            ticket, may_leave = ticket_of_margin(state, units, rank, epoch, PROGRAMS, PER_SM, W)
+        there = ticket < units
+        if unit < end:
+            there = is_there(ticket, units, inboxes, half, items, rank, W, LENGTH, WIRE, True)
+        if any_thread(there):
+            ticket = settle(
+                ticket, out, out, inboxes, state, elements, chunk, items, rank, site, half, epoch,
+                W, ALL, ONCE, MEAN, LENGTH, True,
+            )  # fmt: skip
+    if TAKEN:
+        if faults != 0:  # one of all indices is told
+            report_index(index, state, site, tokens, K, rows, LENGTH)
+    tl.debug_barrier()
+    if is_last(state, PROGRAMS):
+        end_shares(state, epoch, PROGRAMS)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "width", "stride", "elements"])
@@ -260,7 +254,7 @@ def launch_exchange_tokens(
     elements. Every rank of the group makes the same calls, on as many tokens and columns, and may have
     another number of rows. memory.programs: multiprocessors.
     """
-    world, elements, dtype, unit = memory.world, of.tokens * of.columns, out.dtype, UNIT.value
+    world, elements, unit = memory.world, of.tokens * of.columns, UNIT.value
     items, programs = config.items(elements, world, all_ranks), memory.programs * config.per_sm
     if not all_ranks:
         chunk = elements // world
@@ -268,11 +262,9 @@ def launch_exchange_tokens(
         chunk = elements if config.once else items * config.length
     launch(
         exchange_tokens, programs, compile_only,
-        *of.pointers(), out, memory.inbox.addresses, memory.finished.addresses, memory.signals.addresses,
-        memory.done, memory.state,
-        *of.numbers(), elements // unit, chunk // unit, items, config.slice_items, config.slices(items),
-        memory.rank, site, memory.inbox.half(dtype) // unit, memory.finished.half(dtype) // unit,
-        memory.signals.half(torch.int32),
+        *of.pointers(), out, memory.words.addresses, memory.state,
+        *of.numbers(), elements // unit, chunk // unit, items, memory.rank, site,
+        memory.words.half(torch.uint8) // LINE.value,
         PROGRAMS=programs, PER_SM=config.per_sm, W=world, ALL=all_ranks, ONCE=config.once, MEAN=mean,
         **of.options(), LENGTH=config.length, num_warps=config.warps, num_stages=1,
         maxnreg=config.registers,

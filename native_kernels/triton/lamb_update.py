@@ -1,12 +1,11 @@
 """reduce_update_gather by LAMB, in two kernels: the step of a tensor depends on two norms of all of it, that
 of the parameter and that of the direction u.
 
-`measure_updates` runs once a piece. Pieces, items and slices are those of `update_exchange`:
+`measure_updates` runs once a piece. Pieces, items and words are those of `update_exchange`:
 
-A. The first SENDERS programs store items of gradients in the inbox of their owner. The program that counts
-   the last item of a slice signals the owner.
-B. Tickets, in the order of the items of the own run. A program waits for the slice from all ranks, adds in
-   rank order in fp32, updates the states, and keeps u, and for each bucket the sums of the squares of the
+A. The first SENDERS programs send items of gradients to their owner.
+B. Tickets, in the order of the items of the own run. A program takes the words of all ranks, adds in rank
+   order in fp32, updates the states, and keeps u, and for each bucket the sums of the squares of the
    parameter and of u.
 C. In the last piece, later tickets are for the tensors of the own run. A program waits until this rank has
    counted all items, adds up the sums of the tensor's buckets, and stores the step of the tensor. Only the
@@ -30,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv, launch
+from autofuse.native_kernels.gpu.memory import PeerMemory, launch
 
 from .clipped_update import SQUARES, Clipping, launch_parameters, launch_sums
 from .comm import (
@@ -50,36 +49,25 @@ from .embedding_exchange import ENDLESS
 from .lamb_parts import direction_of, span_of, step_of
 from .shares import A, claim, end_shares, multiprocessor, start, stays
 from .slices import clear
-from .update_launch import KINDS, StepLaunch, UpdateConfig, update_needs
+from .update_launch import KINDS, StepLaunch, UpdateConfig
+from .update_moves import count_kept, send_gradients, sum_of, tell_started, wait_for_peers
 from .update_parts import (
     FP16,
     FP32,
     LAMB,
     LENGTH,
-    LINE,
     TENSOR_BIT,
     at,
     buckets_of,
     clip_factor,
-    count_kept,
     elements_of,
     lanes,
     ratio,
-    send_gradients,
-    sum_of,
-    tell_started,
-    wait_for_peers,
 )
+from .words import LINE
 
 EDGE = tl.constexpr(2)
 """Sums of an edge, which is a tensor that a run begins or ends in: of squares of the parameter and of u."""
-
-
-def lamb_needs(config: UpdateConfig, most: int, grad_size: int, param_size: int, world: int) -> Need:
-    """Memory of a call whose longest run has `most` buckets."""
-    shorter = min(most, config.run(world))
-    counters = (world - 1) * config.slices(shorter) + 2
-    return update_needs(config, most, grad_size, param_size, world) | Need(done=counters)
 
 
 @triton.jit
@@ -150,7 +138,7 @@ def agree_on_steps(
     if counted == tensors - 1:
         tl.atomic_add(counters + 1, -tensors, sem="acquire", scope="gpu")
         signal_all(signals, W, first_signal + rank, rank)
-        wait_for_peers(peer(signals, rank, tl.int32) + first_signal, 1, state, rank, site, 0, epoch, W)
+        wait_for_peers(peer(signals, rank, tl.int32) + first_signal, state, rank, site, epoch, W)
         for edge in tl.static_range(2):
             number = first + edge * (tensors - 1)
             begun, end = span_of(words, buckets, number, W)
@@ -167,17 +155,16 @@ def agree_on_steps(
 
 @triton.jit(
     do_not_specialize=[
-        "first", "most", "items", "slice_items", "slices", "scale", "max_norm", "count", "last", "rank",
-        "site", "inbox_half", "edges_half", "signals_half",
+        "first", "items", "scale", "max_norm", "count", "last", "rank", "site", "inbox_half",
+        "edges_half", "signals_half",
     ]
 )  # fmt: skip
 def measure_updates(
-    words, buckets, rates, sums, norm, squares, steps, m_of, v_of, master_of, inbox, finished, signals, done,
-    state,
-    first, most, items, slice_items, slices, scale, max_norm, count, last, rank, site, inbox_half, edges_half,
-    signals_half,
+    words, buckets, rates, sums, norm, squares, steps, m_of, v_of, master_of, inboxes, finished, signals,
+    done, state,
+    first, items, scale, max_norm, count, last, rank, site, inbox_half, edges_half, signals_half,
     PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr,
-    UNIT: tl.constexpr, MASTER: tl.constexpr, SUMMED: tl.constexpr, G: tl.constexpr,
+    UNIT: tl.constexpr, MASTER: tl.constexpr, SUMMED: tl.constexpr,
     SENDERS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid: PROGRAMS, PER_SM a multiprocessor.
@@ -185,7 +172,7 @@ def measure_updates(
     buckets: behind the word of the last bucket, the number of the first bucket of each tensor, and of all
     buckets; sums: fp32, of the elements that this rank owns, where u goes; squares: fp64 [2, count]; steps:
     fp32, of all tensors; last: whether this piece is the last; SUMMED: sums and norm are what `sum_gradients`
-    has stored, and there is one piece, without slices. All else is as `update_exchange` has it.
+    has stored, and there is one piece. All else is as `update_exchange` has it.
     """
     grads: tl.constexpr = tl.float32 if GRAD == FP32 else (tl.float16 if GRAD == FP16 else tl.bfloat16)
     params: tl.constexpr = tl.float32 if PARAM == FP32 else (tl.float16 if PARAM == FP16 else tl.bfloat16)
@@ -199,8 +186,8 @@ def measure_updates(
         tell_started(state, asked, rank, program, PROGRAMS, W)
     else:
         send_gradients(
-            words, buckets, inbox, signals, done, state, asked, first, most, items, slice_items, slices, rank,
-            half, first_signal, program, PROGRAMS, SENDERS, W, grads, UNIT, G, AHEAD,
+            words, buckets, inboxes, state, asked, first, items, rank, half, program, PROGRAMS, SENDERS, W,
+            grads, UNIT, AHEAD,
         )  # fmt: skip
     unit = tl.full((), ENDLESS, tl.int32)
     if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
@@ -208,30 +195,15 @@ def measure_updates(
     factor = scale
     if SUMMED:
         factor = clip_factor(norm, max_norm)
-    arrived = peer(signals, rank, tl.int32) + first_signal
-    own = tl.load(inbox + rank)
-    known = tl.full((), -1, tl.int32)
     kept = tl.full((), 0, tl.int32)
-    counters = done + (W - 1) * slices
-    word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
+    word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, items, 1)
     while unit < items:
         item = unit
         ticket = draw(state + STATE_TICKETS)
-        if not SUMMED:
-            piece = item // slice_items
-            if piece != known:
-                wait_for_peers(arrived + piece, slices, state, rank, site, piece, epoch, W)
-                known = piece
         _, tensor, bucket, inside, mask = elements_of(words, word, W, UNIT)
         begun = tl.load(tensor + 2, mask=inside, other=0) * UNIT + bucket * LENGTH
         place = begun[:, None] + lanes()
         row = tl.load(tensor + 4, mask=inside, other=0)
-        if SUMMED:
-            g = tl.load(sums + place, mask=mask, other=0.0)
-        else:
-            mine = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, grads)
-            g = sum_of(own, half, mine, mask, item, most, rank, W, grads, G)
-        g *= factor * ratio(rates, row, 10)
         if MASTER:
             p = tl.load(master_of + place, mask=mask, other=0.0)
         else:
@@ -239,29 +211,35 @@ def measure_updates(
             p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
         m = tl.load(m_of + place, mask=mask, other=0.0)
         v = tl.load(v_of + place, mask=mask, other=0.0)
+        if SUMMED:
+            g = tl.load(sums + place, mask=mask, other=0.0)
+        else:
+            mine = at(tl.load(tensor, mask=inside, other=0), bucket * LENGTH, grads)
+            g, mask, _ = sum_of(inboxes, half, mine, mask, item, items, state, rank, site, epoch, W, grads)
+        g *= factor * ratio(rates, row, 10)
         unit = drawn(ticket)
-        word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, most, G)
+        word = buckets_of(words, buckets, rank, tl.minimum(unit, items), first, items, 1)
         if kept != 0:  # not the last one, which this program has in hand at least
-            count_kept(counters)
+            count_kept(done)
         u = direction_of(p, g, m, v, rates, row, m_of, v_of, place, mask)
         tl.store(sums + place, u, mask=mask)
-        number = first + item * G + tl.arange(0, G)
+        number = first + item + tl.arange(0, 1)
         wide = p.to(tl.float64)
         tl.store(squares + number, tl.sum(wide * wide, axis=1))
         wide = tl.where(mask, u, 0.0).to(tl.float64)  # 0 / 0 where nothing is, if eps is 0
         tl.store(squares + count + number, tl.sum(wide * wide, axis=1))
         kept = tl.full((), 1, tl.int32)
     if kept != 0:
-        count_kept(counters)
+        count_kept(done)
     if last != 0:
         agree_on_steps(
-            words, buckets, rates, squares, steps, finished, signals, counters, state, unit, items, count,
-            rank, site, half_of(epoch) * tl.cast(edges_half, tl.int64), first_signal + W * slices, epoch, W,
+            words, buckets, rates, squares, steps, finished, signals, done, state, unit, items, count, rank,
+            site, half_of(epoch) * tl.cast(edges_half, tl.int64), first_signal, epoch, W,
         )  # fmt: skip
     tl.debug_barrier()
     if is_last(state, PROGRAMS):
-        tl.store(counters, 0)
-        clear(peer(signals, rank, tl.int32) + first_signal, W * slices + W, 256)
+        tl.store(done, 0)
+        clear(peer(signals, rank, tl.int32) + first_signal, W, 32)
         end_shares(state, epoch, PROGRAMS)
 
 
@@ -286,31 +264,25 @@ def launch_lamb_update(
 ) -> None:
     """All pieces of all kernels.
 
-    squares: fp64, at least `measures_of` of them; sums: fp32, of the elements that this rank owns; steps:
-    fp32, of all tensors. All else is as `launch_update_exchange` takes it.
+    squares: fp64, two for each bucket of the longest run; sums: fp32, of the elements that this rank owns;
+    steps: fp32, of all tensors. All else is as `launch_update_exchange` takes it.
     """
     step = StepLaunch(memory, words, buckets, most, dtypes, unit, config, site, compile_only)
-    count, norm, max_norm = measures_of(config, most) // 2, steps, 0.0
-    pieces = [step.sizes(*piece) for piece in step.pieces]
+    count, norm, max_norm, pieces = max(most, 1), steps, 0.0, step.pieces
     if clipping is not None:
         norm, max_norm = clipping.norm, clipping.max_norm
         launch_sums(step, squares, sums, mean, clipping)
-        pieces = [(0, count, count // config.group, 1, 0)]
-    for sizes in pieces:
+        pieces = [(0, count)]
+    for piece in pieces:
         launch(
             measure_updates, step.programs, compile_only,
             words, buckets, rates, sums, norm, squares, steps, *states, rates if master is None else master,
-            memory.inbox.addresses, memory.finished.addresses, memory.signals.addresses, memory.done,
+            memory.words.addresses, memory.finished.addresses, memory.signals.addresses, memory.done,
             memory.state,
-            *sizes, 1 / memory.world if mean else 1.0, max_norm, count, int(sizes == pieces[-1]), memory.rank,
-            site, memory.inbox.half(dtypes[0]) // LINE.value, memory.finished.half(torch.float64),
+            *piece, 1 / memory.world if mean else 1.0, max_norm, count, int(piece == pieces[-1]), memory.rank,
+            site, memory.words.half(torch.uint8) // LINE.value, memory.finished.half(torch.float64),
             memory.signals.half(torch.int32), GRAD=KINDS[dtypes[0]], PARAM=KINDS[dtypes[1]],
             MASTER=master is not None, SUMMED=clipping is not None, **step.sending(),
             **step.settings(),
         )  # fmt: skip
     launch_parameters(step, steps, sums, steps, (), master, LAMB.value, 0.0)
-
-
-def measures_of(config: UpdateConfig, most: int) -> int:
-    """Two for each bucket of the longest run, in whole items."""
-    return 2 * cdiv(max(most, 1), config.group) * config.group

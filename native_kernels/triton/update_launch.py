@@ -5,20 +5,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autofuse.native_kernels.gpu.memory import Need, PeerMemory, cdiv
+from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
 KINDS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 2}
 """Codes of dtypes."""
 
+NUMBERS_OF_A_RANK = 4
+"""Sums of squares in float64 that a rank tells its peers, at most: two of each end of its run, by LAMB."""
+
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """group: buckets of an item; ahead: items that a rank sends before it sums their like; slice_items: items
-    of a slice, a multiple of MOVED; piece: most buckets of a launch."""
+    """ahead: items that a rank sends before it sums their like; piece: most buckets
+    of a launch."""
 
-    group: int = 2
     ahead: int = 1024
-    slice_items: int = 16
     warps: int = 4
     per_sm: int = 4
     piece: int = 1 << 16
@@ -29,28 +30,25 @@ class UpdateConfig:
         return min(255, 65536 // (32 * self.warps * self.per_sm) // 8 * 8)
 
     def run(self, world: int) -> int:
-        """Most buckets of a run in a launch, whole items."""
-        return max(1, self.piece // world // self.group) * self.group
+        """Most buckets of a run in a launch."""
+        return max(1, self.piece // world)
 
     def pieces(self, most: int, world: int) -> list[tuple[int, int]]:
-        """First bucket of a run, and items, of every launch of a step whose longest run has `most`."""
+        """First bucket of a run, and buckets, of every launch of a step whose longest run has `most`."""
         run, most = self.run(world), max(most, 1)
-        return [(first, cdiv(min(run, most - first), self.group)) for first in range(0, most, run)]
-
-    def slices(self, buckets: int) -> int:
-        """Of a piece of so many buckets."""
-        return cdiv(cdiv(buckets, self.group), self.slice_items)
+        return [(first, min(run, most - first)) for first in range(0, most, run)]
 
 
 def update_needs(config: UpdateConfig, most: int, grad_size: int, param_size: int, world: int) -> Need:
-    """Memory of a call whose longest run has `most` buckets."""
+    """Memory of a call whose longest run has `most` buckets. `finished`, signals and counters are for
+    norms."""
     most = min(most, config.run(world))
-    slices, elements = config.slices(most), world * cdiv(most, config.group) * config.group * 1024
+    elements = world * most * 1024
     return Need(
-        inbox=2 * elements * grad_size,
-        finished=2 * elements * param_size,
-        signals=2 * 4 * 2 * world * slices,
-        done=world * slices,
+        words=2 * elements * (grad_size + param_size),
+        finished=2 * 8 * NUMBERS_OF_A_RANK * world,
+        signals=2 * 4 * world,
+        done=2,
     )
 
 
@@ -78,7 +76,7 @@ class StepLaunch:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """First bucket of a run, and items, of every launch."""
+        """First bucket of a run, and buckets, of every launch."""
         return self.config.pieces(self.most, self.memory.world)
 
     def sending(self) -> dict[str, int]:
@@ -92,10 +90,5 @@ class StepLaunch:
         config = self.config
         return {
             "PROGRAMS": self.programs, "PER_SM": config.per_sm, "W": self.memory.world, "UNIT": self.unit,
-            "G": config.group, "num_warps": config.warps, "num_stages": 1, "maxnreg": config.registers,
+            "num_warps": config.warps, "num_stages": 1, "maxnreg": config.registers,
         }  # fmt: skip
-
-    def sizes(self, first: int, items: int) -> tuple[int, int, int, int, int]:
-        """first, most, items, slice_items and slices of a launch."""
-        config = self.config
-        return first, items * config.group, items, config.slice_items, cdiv(items, config.slice_items)

@@ -37,7 +37,9 @@ def test_points_are_shipped() -> None:
     added: dict[tuple[int, ...], list[float]] = {}
     for cells in (CELLS, tails.read(OF_FOUR)):
         for _, with_tail in (cell.points() for cell in cells):
-            assert own[with_tail.op, with_tail.sizes] == dict(with_tail.times)
+            # Sums with slices of 8 items are gone, since words have taken the place of signals.
+            times = {way: us for way, us in with_tail.times if "slice_items" not in way}
+            assert own[with_tail.op, with_tail.sizes] == times
         for point in tails.tail_points(cells):
             added.setdefault(point.sizes, []).append(dict(point.times)["tail_alone"])
     for sizes, us in added.items():

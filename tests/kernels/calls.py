@@ -58,13 +58,12 @@ def peer_memory(rank: int, world: int, need: Need, polls: int = 3_000_000) -> Pe
         interpreter.install()
         at_once.install()
         _installed = True
-    sizes = [
-        -(-max(n, 1) // 256) * 256 for n in (need.inbox, need.finished, need.packets, need.signals, 4 * world)
-    ]
+    needs = need.inbox, need.finished, need.packets, need.words, need.signals, 4 * world
+    sizes = [-(-max(n, 1) // 256) * 256 for n in needs]
     store = group_store(dist.group.WORLD)
     _, segments, unlink = rendezvous.meet(store, "kernels", rank, [None] * world, sum(sizes), WAIT_S)
     *regions, presence = zip(*(segment.split(sizes) for segment in segments), strict=True)
-    inbox, finished, packets, signals = map(Region.of, regions)
+    inbox, finished, packets, words, signals = map(Region.of, regions)
     for region in (inbox, finished):
         region.views[rank].fill_(0xFF)
     record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
@@ -75,7 +74,7 @@ def peer_memory(rank: int, world: int, need: Need, polls: int = 3_000_000) -> Pe
     unlink()
     nothing = Region.of([segment[:0] for segment in segments])
     return PeerMemory(
-        rank, world, 1, inbox, finished, packets, nothing, nothing, nothing, signals, nothing, state, record,
+        rank, world, 1, inbox, finished, packets, words, nothing, nothing, signals, nothing, state, record,
         pieces, done, segments[rank][:0],
     )  # fmt: skip
 
@@ -344,6 +343,7 @@ def run_calls(
     assert memory.state[State.EPOCH : State.FIRM].tolist() == [before + len(calls)] + 10 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
+    assert not memory.words.views[rank].any(), "words are left over"
     assert not memory.done.any()
     assert not memory.claims.any()
 

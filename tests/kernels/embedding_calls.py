@@ -166,6 +166,7 @@ def run_exchanges(
     assert memory.state[State.EPOCH : State.FIRM].tolist() == [before + epochs] + 10 * [0]
     dist.barrier()  # peers may still store
     assert not memory.signals.views[rank].any(), "counters are left over"
+    assert not memory.words.views[rank].any(), "words are left over"
     assert not memory.done.any()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from autofuse.native_kernels.gpu.state import CODES_PER_SITE, Record, Wait
 from tests.kernels.calls import FP16, SITE, give_up, run_calls
-from tests.kernels.sum_calls import CONFIG, Sums
+from tests.kernels.sum_calls import CONFIG, Sums, sum_of_each_kind
 from tests.ranks import RankPool
 
 Interpreters = Callable[[int], RankPool]
@@ -24,7 +24,7 @@ CALLS = [
     Sums(24, 40, 16, dtype=torch.float32),
     Sums(24, 24, 16, dtype=torch.float32, all_ranks=False, mean=True),
     Sums(9, 24, 16, dtype=torch.float32, config=ONCE),
-    Sums(60, 8, 16, all_ranks=False, mean=True, config=replace(CONFIG, length=128, slice_items=1)),
+    Sums(60, 8, 16, all_ranks=False, mean=True, config=replace(CONFIG, length=128)),
 ]
 
 
@@ -38,6 +38,12 @@ def test_back_to_back(interpreters: Interpreters, world: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_programs_that_are_placed_late(interpreters: Interpreters, seed: int) -> None:
     interpreters(2).run(run_calls, CALLS, 0, 1, seed, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP16, torch.float32], ids=str)
+def test_values_of_each_kind(interpreters: Interpreters, dtype: torch.dtype) -> None:
+    for config in (CONFIG, ONCE):
+        interpreters(3).run(sum_of_each_kind, dtype, config, timeout=60)
 
 
 @pytest.mark.parametrize("config", [CONFIG, ONCE], ids=str)

@@ -28,6 +28,8 @@ from tests.kernels.test_ptx import (
     BARRIER,
     GPU_SCOPE,
     LABEL,
+    POLL,
+    PUT,
     READ,
     STORE,
     Kernel,
@@ -37,6 +39,7 @@ from tests.subsets import EVERY, each_value
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 B = 512
+VECTOR = re.compile(r"\.v[24]\.b32")
 SIGNAL = re.compile(r"\b(red|atom)\.[\w.]*(sys[\w.]*release|release[\w.]*sys)\b")
 COUNT = re.compile(r"\b(red|atom)\.[\w.]*(gpu[\w.]*release|release[\w.]*gpu)\b")
 COUNTED = r"@q atom\.(release|acquire)\.gpu\.global\.add\.u32 n, \[%rd\d+\]"
@@ -142,6 +145,18 @@ def check_waits(kernel: Kernel, where: str) -> None:
         assert "ld.acquire.sys" in kernel.lines[at], where
         barrier = kernel.find(BARRIER, at)[0]
         assert not kernel.between(at, barrier, READ), f"{where}: a read before the barrier"
+
+
+def check_words(kernel: Kernel, where: str) -> None:
+    """Words are polled 8 or 16 bytes at a time, and stored so to addresses that were loaded; few polls look
+    at a word alone."""
+    polls = [kernel.lines[at] for at in kernel.find(POLL)]
+    wide = [line for line in polls if VECTOR.search(line)]
+    assert wide, where
+    assert all(kernel.is_from_memory(line) for line in wide), where
+    assert sum(".b16" in line for line in polls) <= 1, where
+    sent = [line for line in map(kernel.lines.__getitem__, kernel.find(PUT)) if VECTOR.search(line)]
+    assert any(kernel.is_from_memory(line) for line in sent), where
 
 
 def check_scopes(kernel: Kernel, where: str) -> None:

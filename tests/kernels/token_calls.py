@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
+from autofuse.native_kernels.triton.exchange_sums import sums_needs
 from autofuse.native_kernels.triton.exchange_token_packets import (
     TokenPacketsConfig,
     launch_exchange_token_packets,
@@ -17,12 +18,11 @@ from autofuse.native_kernels.triton.exchange_tokens import (
     TokensConfig,
     launch_exchange_tokens,
     launch_token_sums,
-    tokens_needs,
 )
 from tests.kernels.calls import SITE, peer_memory
 from tests.kernels.embedding_calls import check, told
 
-CONFIG = TokensConfig(length=64, slice_items=2, per_sm=2)
+CONFIG = TokensConfig(length=64, per_sm=2)
 PACKETS = TokenPacketsConfig(length=256)
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -54,7 +54,7 @@ class Tokens:
         how = self.tokens * self.columns, self.wire.itemsize, world, self.all_ranks
         if isinstance(self.config, TokenPacketsConfig):
             return token_packets_needs(*how, self.config)
-        return tokens_needs(*how, self.config)
+        return sums_needs(*how, self.config)
 
     def of(self, rank: int, seed: int) -> TokenRows:
         make = torch.Generator().manual_seed(16 * seed + rank)

@@ -139,12 +139,8 @@ def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Us
             p = launched(
                 exchange_sums.launch_exchange_sums, memory, full, full, False, everywhere, config
             )  # fmt: skip
-            nbytes = world * p["items"] * config.length * 2
-            return {
-                "inbox": halves(p["inbox_half"] * 16, nbytes),
-                "finished": halves(p["finished_half"] * 16, nbytes * (everywhere and not config.once)),
-                "signals": halves(p["signals_half"] * 4, 2 * world * p["slices"] * 4),
-            }
+            regions = 2 if everywhere and not config.once else 1
+            return {"words": halves(p["inbox_half"] * 16, regions * world * p["items"] * config.length * 2)}
 
         yield Use("sums", exchange_sums.sums_needs(full.numel(), 2, world, everywhere, sums), used)
 
@@ -262,16 +258,11 @@ def dense(world: int, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Us
             run = exchange_tokens.launch_exchange_tokens
             p = launched(run, memory, of, out, False, everywhere, config)
             nbytes = world * p["items"] * config.length * dtype.itemsize
-            return {
-                "inbox": halves(p["inbox_half"] * 8 * dtype.itemsize, nbytes),
-                "finished": halves(
-                    p["finished_half"] * 8 * dtype.itemsize, nbytes * (everywhere and not config.once)
-                ),
-                "signals": halves(p["signals_half"] * 4, 2 * world * p["slices"] * 4),
-            }
+            regions = 2 if everywhere and not config.once else 1
+            return {"words": halves(p["inbox_half"] * 16, regions * nbytes)}
 
         elements = m * world * n
-        needs = exchange_tokens.tokens_needs(elements, dtype.itemsize, world, everywhere, adding)
+        needs = exchange_sums.sums_needs(elements, dtype.itemsize, world, everywhere, adding)
         yield Use("token sums", needs, added)
 
     def strips(memory: PeerMemory) -> Used:

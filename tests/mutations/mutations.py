@@ -738,8 +738,8 @@ KERNELS = (
     Mutation(
         "a rank that adds everything begins at its own chunk",
         "exchange_sums.py",
-        "mine = (0 if ONCE else rank) * chunk",
-        "mine = rank * chunk",
+        "place((0 if ONCE else rank) * chunk, ticket,",
+        "place(rank * chunk, ticket,",
         _of("kernels", "interpreted_sums"),
     ),
     Mutation(
@@ -950,8 +950,8 @@ OPTIMIZERS = (
     Mutation(
         "the norm is computed before all sums are there",
         "clipped_update.py",
-        "if count_kept(counter) == items - 1:",
-        "if count_kept(counter) == tl.maximum(items - 2, 0):",
+        "if count_kept(done) == items - 1:",
+        "if count_kept(done) == tl.maximum(items - 2, 0):",
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(
@@ -962,18 +962,32 @@ OPTIMIZERS = (
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(
-        "parameters are copied before they have arrived",
-        "update_parts.py",
-        "wait_all(arrived + (W + source) * slices + piece, 0, 1, 1,",
-        "wait_all(arrived + (W + source) * slices + piece, 0, 0, 1,",
+        "parameters are taken before they have arrived",
+        "words.py",
+        "found = tl.where(absent, 0, polls_all)",
+        "found = tl.where(absent & (longer == 0), 0, 1)",
         _of("kernels", "interpreted_optimizer"),
     ),
     Mutation(
-        "gradients of items that are sent at once are counted as one slice too few",
-        "update_parts.py",
-        "pushed = unit % (W - 1) * slices + item // slice_units",
-        "pushed = unit % (W - 1) * slices + item // (slice_units * MOVED)",
-        _of("kernels", "interpreted_optimizer"),
+        "words that were taken stay where they are",
+        "words.py",
+        "tl.store(at, 0, mask=sent)",
+        "tl.store(at, words, mask=sent)",
+        _of("kernels", "interpreted_sums"),
+    ),
+    Mutation(
+        "-0 is sent as it is",
+        "words.py",
+        "return tl.where(word == 0, flipped(word), word)",
+        "return word",
+        _of("kernels", "interpreted_sums"),
+    ),
+    Mutation(
+        "a poll of some words ends a wait",
+        "words.py",
+        "found = tl.where(absent, 0, polls_all)",
+        "found = tl.where(absent, 0, 1)",
+        _of("kernels", "interpreted_sums"),
     ),
     Mutation(
         "a tensor of several owners is adapted by the norms of one of them",

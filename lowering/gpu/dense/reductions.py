@@ -289,9 +289,7 @@ TILES: Kernel[DenseProblem, ReduceConfig] = Kernel(
 def _sums_configs(problem: DenseProblem) -> Iterator[SumsConfig]:
     if problem.m * problem.n % 8 or not (problem.everywhere or _is_chunked(problem)):
         return
-    configs = [SumsConfig()]
-    if problem.dtype.itemsize == 2:  # a thread has no registers for as many sums from float32
-        configs.append(SumsConfig(length=4096, slice_items=8))
+    configs = [SumsConfig(), SumsConfig(length=1024)]
     # In one exchange each rank receives as much as in two from W - 1 ranks, half of that from one.
     if problem.everywhere and (problem.world == 2 or problem.m <= FEW_ROWS):
         yield from (replace(config, once=True) for config in configs)

@@ -19,6 +19,7 @@ from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.lowering.reference.layout import all_reduce, reduce_scatter
 from autofuse.native_kernels.gpu.memory import Need
+from autofuse.native_kernels.triton.exchange_sums import sums_needs
 from autofuse.native_kernels.triton.exchange_token_packets import (
     MOST_ELEMENTS,
     TokenPacketsConfig,
@@ -30,7 +31,6 @@ from autofuse.native_kernels.triton.exchange_tokens import (
     TokensConfig,
     launch_exchange_tokens,
     launch_token_sums,
-    tokens_needs,
 )
 
 from .pooled import PooledProblem, kernel_work, packets_work
@@ -45,14 +45,15 @@ def _configs(problem: PooledProblem) -> Iterator[TokensConfig]:
     much as in two from W - 1 ranks, half of that from one."""
     config = TokensConfig(once=problem.everywhere and problem.world == 2)
     yield config
-    yield replace(config, length=2048, warps=8, per_sm=4)
+    if problem.world <= 4 or problem.dtype.itemsize == 2:  # else a thread has too few registers
+        yield replace(config, length=2048)
     yield replace(config, length=4096, warps=8, per_sm=2)
     if problem.everywhere and problem.world > 2:
         yield replace(config, once=True)
 
 
 def _needs(config: TokensConfig, p: PooledProblem) -> Need:
-    return tokens_needs(p.rows * p.columns, p.dtype.itemsize, p.world, p.everywhere, config)
+    return sums_needs(p.rows * p.columns, p.dtype.itemsize, p.world, p.everywhere, config)
 
 
 def _packets_configs(problem: PooledProblem) -> Iterator[TokenPacketsConfig]:

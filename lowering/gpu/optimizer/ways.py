@@ -13,9 +13,9 @@ from autofuse.lowering.gpu.choice.kernel import MOST_BYTES, Kernel, Launch, OfOp
 from autofuse.lowering.gpu.choice.work import Rows, Work
 from autofuse.lowering.update_rules import RULES
 from autofuse.native_kernels.gpu.memory import Need
-from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update, squares_of
+from autofuse.native_kernels.triton.clipped_update import Clipping, launch_clipped_update
 from autofuse.native_kernels.triton.lamb_packets import lamb_packets_needs, launch_lamb_packets
-from autofuse.native_kernels.triton.lamb_update import lamb_needs, launch_lamb_update, measures_of
+from autofuse.native_kernels.triton.lamb_update import launch_lamb_update
 from autofuse.native_kernels.triton.update_exchange import launch_update_exchange
 from autofuse.native_kernels.triton.update_launch import KINDS, UpdateConfig, update_needs
 from autofuse.native_kernels.triton.update_packet_parts import MOST_BUCKETS, UpdatePacketsConfig
@@ -30,10 +30,6 @@ TORCH_NCCL = "torch+nccl"
 
 WITH_CLIPPING = ", clipped"
 """What points of such calls have behind the rule."""
-
-
-FEW_VALUES = 3
-"""Values of 4 bytes of an element, at most, that leave enough registers to four programs."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +139,14 @@ def _packets_work(p: UpdateProblem) -> Work:
 
 
 def _configs(problem: UpdateProblem) -> Iterator[UpdateConfig]:
-    """Differ in how much is on its way in a multiprocessor. Four programs have 128 registers a thread, which
-    is too few where an element has many values of 4 bytes. Where buckets are few, each has a program."""
-    if problem.longest <= UpdateConfig.per_sm * problem.programs:
-        yield UpdateConfig(group=1)
-    if problem.states + (problem.dtypes[1].itemsize == 4) <= FEW_VALUES:
-        yield UpdateConfig()
+    """Differ in how many buckets are on their way in a multiprocessor."""
+    yield UpdateConfig()
     yield UpdateConfig(per_sm=3)
 
 
 def _needs(config: UpdateConfig, problem: UpdateProblem) -> Need:
     grad, param = (dtype.itemsize for dtype in problem.dtypes)
-    needs = lamb_needs if RULES[problem.rule].by_norms else update_needs
-    return needs(config, problem.longest, grad, param, problem.world)
+    return update_needs(config, problem.longest, grad, param, problem.world)
 
 
 def kept_of(
@@ -165,9 +156,9 @@ def kept_of(
     if isinstance(config, UpdatePacketsConfig):
         return Kept()
     if RULES[problem.rule].by_norms:
-        return Kept(measures_of(config, problem.longest), owned, tensors)
+        return Kept(2 * max(problem.longest, 1), owned, tensors)
     if problem.clips:
-        return Kept(squares_of(config, problem.longest, problem.world), owned)
+        return Kept(max(problem.longest, 1), owned)
     return Kept()
 
 
