@@ -47,6 +47,8 @@ from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
 from autofuse.native_kernels.gpu.copy_engine import FIRST_PRESENCE
 from autofuse.native_kernels.gpu.memory import SHARED_MEMORY, Need, PeerMemory, Region, new_state
 from autofuse.native_kernels.gpu.state import RECORD_WORDS, Record, State
+from autofuse.native_kernels.triton.exchange_rows import RowsConfig
+from autofuse.native_kernels.triton.exchange_sums import SumsConfig
 from autofuse.native_kernels.triton.gather_matmul import GatherConfig
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
 from autofuse.native_kernels.triton.matmul_gather import PublishConfig
@@ -138,6 +140,8 @@ KERNELS: dict[type, Kernel[DenseProblem, Any]] = {
     WordsConfig: reductions.WORDS,
     ClusterReduceConfig: reductions.CLUSTERS,
     ReduceConfig: reductions.TILES,
+    SumsConfig: reductions.SUMS,
+    RowsConfig: reductions.ROWS,
     WordsGatherConfig: gathers.WORDS_GATHER,
     FewConfig: gathers.FEW,
     GatherConfig: gathers.PARTS,
@@ -159,13 +163,17 @@ class Dense(Call):
         self.need = self._kernel.needs(config, DenseProblem(op, m, k, n, world, BF16))
         self.x = [randn(r, m // world if op == GATHER else m, k) for r in range(world)]
         self.w = [randn(100 + r, n, k).t() / k**0.5 for r in range(world)]
+        if self._kernel.takes_product:
+            self.x, self.w = [x @ w for x, w in zip(self.x, self.w, strict=True)], []
         self._wanted = [self._compute(r) for r in range(world)]
         self.new_outputs()
 
     def _compute(self, rank: int) -> Tensor:
         if self.op == GATHER:
             return torch.cat(self.x).double() @ self.w[rank].double()
-        products = [x.double() @ w.double() for x, w in zip(self.x, self.w, strict=True)]
+        products = [x.double() for x in self.x]
+        if not self._kernel.takes_product:
+            products = [x @ w.double() for x, w in zip(products, self.w, strict=True)]
         if self.op == PUBLISH:
             return torch.cat(products, 1)
         total = sum(products, torch.zeros((), device="cuda"))
@@ -175,7 +183,8 @@ class Dense(Call):
         return self._wanted[rank]
 
     def launch(self, memory: PeerMemory) -> None:
-        x, w, out = self.x[memory.rank], self.w[memory.rank], self.out[memory.rank]
+        x, out = self.x[memory.rank], self.out[memory.rank]
+        w = x.new_empty(0) if self._kernel.takes_product else self.w[memory.rank]
         operands: dict[str, tuple[Any, ...]] = {
             REDUCE: ([x], [w], out, reductions.Reduce(mean=False, everywhere=True, outer=1, order=0)),
             SCATTER: ([x], [w], out, reductions.Reduce(mean=False, everywhere=False, outer=1, order=0)),

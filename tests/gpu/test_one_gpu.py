@@ -17,6 +17,8 @@ if torch.cuda.is_available() and why_not() is None:
     from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
     from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
     from autofuse.native_kernels.cuda.kernels.matmul_words import WordsConfig
+    from autofuse.native_kernels.triton.exchange_rows import RowsConfig
+    from autofuse.native_kernels.triton.exchange_sums import SumsConfig
     from autofuse.native_kernels.triton.gather_matmul import GatherConfig
     from autofuse.native_kernels.triton.gather_matmul_few import FewConfig
     from autofuse.native_kernels.triton.matmul_gather import PublishConfig
@@ -98,6 +100,11 @@ if torch.cuda.is_available() and why_not() is None:
         "packets once": lambda w: Dense(w, REDUCE, 1, 1024, 4096, PacketsConfig(bn=32, once=True)),
         "packets of a scatter": lambda w: Dense(w, SCATTER, 16, 1024, 8192, PacketsConfig()),
         "packets of a matmul_all_gather": lambda w: Dense(w, PUBLISH, 8, 1024, 4096, PublishPacketsConfig()),
+        # A program each on its multiprocessor: several would be spread over those of the other rank.
+        "sums": lambda w: Dense(w, REDUCE, 1000, 64, 2056, SumsConfig(per_sm=1)),
+        "sums once": lambda w: Dense(w, REDUCE, 300, 64, 2048, SumsConfig(once=True, length=1024, per_sm=1)),
+        "sums of a scatter": lambda w: Dense(w, SCATTER, 2048, 64, 2048, SumsConfig(per_sm=1)),
+        "rows": lambda w: Dense(w, REDUCE, 333, 64, 2048, RowsConfig()),
         "tiles": lambda w: Dense(w, REDUCE, 1024, 512, 2048, ReduceConfig(bt=32)),
         "tiles of a few rows": lambda w: Dense(
             w, REDUCE, 96, 512, 4096, ReduceConfig(bn=64, bk=128, warps=4, stages=4, bt=32, by_rows=False)
@@ -134,6 +141,8 @@ if torch.cuda.is_available() and why_not() is None:
             w, REDUCE, 70 * w + 3, 1024, 1032, WordsConfig(bn=128, across=2)
         ),
         "packets": lambda w: Dense(w, SCATTER, 2 * w, 1024, 2048, PacketsConfig()),
+        "sums": lambda w: Dense(w, REDUCE, 70 * w + 1, 64, 2056, SumsConfig()),
+        "sums of a scatter": lambda w: Dense(w, SCATTER, 64 * w, 64, 1032, SumsConfig(length=1024)),
         "words of a gather": lambda w: Dense(w, GATHER, 8 * w, 2048, 512, WordsGatherConfig(pieces=2)),
         "words of a long gather": lambda w: Dense(w, GATHER, 32 * w, 1024, 512, WordsGatherConfig(pieces=1)),
     }
