@@ -1,4 +1,5 @@
-"""Flag-in-payload: an element is its own flag (`cuda/include/words.cuh` has pairs of 16 bits).
+"""Flag-in-payload: an element of 16 or 32 bits is its own flag (`cuda/include/words.cuh` has pairs of 16
+bits).
 
     word_of     the words of elements, to be stored to a peer: no signal, no barrier
     value_of    the elements in words
@@ -35,13 +36,7 @@ POLLED_BITS = tl.constexpr(64)
 @triton.jit
 def flipped(bits):
     """Bits, as integers, with the other sign."""
-    if bits.dtype.primitive_bitwidth == 32:
-        found = bits ^ -0x80000000
-    elif bits.dtype.primitive_bitwidth == 16:
-        found = bits ^ -0x8000
-    else:
-        found = bits ^ -0x80
-    return found
+    return bits ^ (-0x80000000 if bits.dtype.primitive_bitwidth == 32 else -0x8000)
 
 
 @triton.jit
@@ -49,10 +44,8 @@ def word_of(values):
     """The words of floating-point values; never 0."""
     if values.dtype.primitive_bitwidth == 32:
         word = flipped(values.to(tl.int32, bitcast=True))
-    elif values.dtype.primitive_bitwidth == 16:
-        word = flipped(values.to(tl.int16, bitcast=True))
     else:
-        word = flipped(values.to(tl.int8, bitcast=True))
+        word = flipped(values.to(tl.int16, bitcast=True))
     return tl.where(word == 0, flipped(word), word)
 
 
@@ -65,8 +58,7 @@ def value_of(words, DTYPE: tl.constexpr):
 @triton.jit
 def place_of_words(region, begun, DTYPE: tl.constexpr):
     """A pointer to words for elements of DTYPE. region: an address; begun: bytes before them."""
-    width: tl.constexpr = DTYPE.primitive_bitwidth
-    bits: tl.constexpr = tl.int32 if width == 32 else (tl.int16 if width == 16 else tl.int8)
+    bits: tl.constexpr = tl.int32 if DTYPE.primitive_bitwidth == 32 else tl.int16
     return tl.multiple_of((region + begun).to(tl.pointer_type(bits)), 16)
 
 
