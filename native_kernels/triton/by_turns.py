@@ -22,7 +22,8 @@ from .shares import STATE_STARTED, first_share, further, look, multiprocessor, s
 
 @triton.jit
 def next_share(end, state, part: tl.constexpr, shares, program):
-    """As `further`, of shares whose number is below `end`; `end` if there is none. All others are empty."""
+    """The share that `further` finds, if its number is below `end`; `end` if there is none. Shares from
+    number `end` on are empty: the program takes them, and looks for another one."""
     share = further(look(state, STATE_STARTED), shares, state, part, shares, program)
     while share >= end:
         share = further(look(state, STATE_STARTED), shares, state, part, shares, program)
@@ -31,8 +32,8 @@ def next_share(end, state, part: tl.constexpr, shares, program):
 
 @triton.jit
 def first_unit(asked, end, state, part: tl.constexpr, shares, program):
-    """As `first_share`, of shares whose number is below `end`; `end` if there is none. A program has a share
-    each."""
+    """The share that `first_share` finds, or `next_share`; `end` if there is none. Every program has a share
+    of its own."""
     share = first_share(asked, state, part, shares, program, shares)
     if (share < 0) | (share >= end):
         share = next_share(end, state, part, shares, program)

@@ -64,6 +64,12 @@ class SumsConfig:
             return cdiv(elements // world, self.length)
         return cdiv(elements, self.length * (1 if self.once else world))
 
+    def chunk(self, elements: int, world: int, all_ranks: bool) -> int:
+        """Elements of an owner."""
+        if not all_ranks:
+            return elements // world
+        return elements if self.once else self.items(elements, world, all_ranks) * self.length
+
 
 def sums_needs(elements: int, itemsize: int, world: int, all_ranks: bool, config: SumsConfig) -> Need:
     """The memory of a call on a matrix of so many elements."""
@@ -81,7 +87,8 @@ def slot(inboxes, owner, begun, source, item, items, LENGTH: tl.constexpr, DTYPE
 
 @triton.jit
 def sent_of(inside, LENGTH: tl.constexpr):
-    """The elements of an item that are sent, of which some exist."""
+    """The elements of an item that are sent: those that exist, `inside`, and the first UNIT ones in any
+    case."""
     return inside | (tl.arange(0, LENGTH) < UNIT)
 
 
@@ -168,6 +175,25 @@ def settle(
     return drawn(further_ticket)
 
 
+@triton.jit
+def take_turn(
+    ticket, units, sends, product, out, inboxes, state, elements, chunk, items, rank, site, half, epoch,
+    W: tl.constexpr, ALL: tl.constexpr, ONCE: tl.constexpr, MEAN: tl.constexpr, LENGTH: tl.constexpr,
+    STORED: tl.constexpr,
+):  # fmt: skip
+    """`settle`, if the program has one of the `units` tickets. While it `sends`, only if the first words of
+    what the ticket takes are there. Returns the ticket that the program has then."""
+    there = ticket < units
+    if sends:
+        there = is_there(ticket, units, inboxes, half, items, rank, W, LENGTH, out.dtype.element_ty, STORED)
+    if any_thread(there):
+        ticket = settle(
+            ticket, product, out, inboxes, state, elements, chunk, items, rank, site, half, epoch,
+            W, ALL, ONCE, MEAN, LENGTH, STORED,
+        )  # fmt: skip
+    return ticket
+
+
 @triton.jit(do_not_specialize=["elements", "chunk", "items", "rank", "site", "inbox_half"])
 def exchange_sums(
     product, out, inboxes, state, elements, chunk, items, rank, site, inbox_half,
@@ -210,14 +236,10 @@ def exchange_sums(
                 unit = next_share(end, state, A, PROGRAMS, program)
         elif may_leave:
             ticket, may_leave = ticket_of_margin(state, units, rank, epoch, PROGRAMS, PER_SM, W)
-        there = ticket < units
-        if unit < end:
-            there = is_there(ticket, units, inboxes, half, items, rank, W, LENGTH, dtype, False)
-        if any_thread(there):
-            ticket = settle(
-                ticket, product, out, inboxes, state, elements, chunk, items, rank, site, half, epoch,
-                W, ALL, ONCE, MEAN, LENGTH, False,
-            )  # fmt: skip
+        ticket = take_turn(
+            ticket, units, unit < end, product, out, inboxes, state, elements, chunk, items, rank, site, half,
+            epoch, W, ALL, ONCE, MEAN, LENGTH, False,
+        )  # fmt: skip
     tl.debug_barrier()
     if is_last(state, PROGRAMS):
         end_shares(state, epoch, PROGRAMS)
@@ -240,14 +262,10 @@ def launch_exchange_sums(
     """
     world, elements, unit = memory.world, product.numel(), UNIT.value
     items, programs = config.items(elements, world, all_ranks), memory.programs * config.per_sm
-    if not all_ranks:
-        chunk = elements // world
-    else:
-        chunk = elements if config.once else items * config.length
     launch(
         exchange_sums, programs, compile_only,
         product, out, memory.words.addresses, memory.state,
-        elements // unit, chunk // unit, items, memory.rank, site,
+        elements // unit, config.chunk(elements, world, all_ranks) // unit, items, memory.rank, site,
         memory.words.half(torch.uint8) // LINE.value,
         PROGRAMS=programs, PER_SM=config.per_sm, W=world, ALL=all_ranks, ONCE=config.once,
         MEAN=mean, LENGTH=config.length, num_warps=config.warps, num_stages=1, maxnreg=config.registers,

@@ -26,8 +26,7 @@ from autofuse.native_kernels.gpu.memory import PeerMemory, cdiv, launch
 
 from .by_turns import first_ticket, first_unit, next_share, ticket_of_margin
 from .comm import BAD_INDEX, BAD_INPUT, CODES_PER_SITE, STATE_RECORD, begin, half_of, is_last
-from .exchange_sums import UNIT, SumsConfig, is_there, settle
-from .patience import any_thread
+from .exchange_sums import UNIT, SumsConfig, take_turn
 from .shares import A, announce, claim, end_shares, start
 from .words import LINE, place_of_words, word_of
 
@@ -203,14 +202,10 @@ def exchange_tokens(
                 unit = next_share(end, state, A, PROGRAMS, program)
         elif may_leave:
             ticket, may_leave = ticket_of_margin(state, units, rank, epoch, PROGRAMS, PER_SM, W)
-        there = ticket < units
-        if unit < end:
-            there = is_there(ticket, units, inboxes, half, items, rank, W, LENGTH, WIRE, True)
-        if any_thread(there):
-            ticket = settle(
-                ticket, out, out, inboxes, state, elements, chunk, items, rank, site, half, epoch,
-                W, ALL, ONCE, MEAN, LENGTH, True,
-            )  # fmt: skip
+        ticket = take_turn(
+            ticket, units, unit < end, out, out, inboxes, state, elements, chunk, items, rank, site, half,
+            epoch, W, ALL, ONCE, MEAN, LENGTH, True,
+        )  # fmt: skip
     if TAKEN:
         if faults != 0:  # one of all indices is told
             report_index(index, state, site, tokens, K, rows, LENGTH)
@@ -256,14 +251,11 @@ def launch_exchange_tokens(
     """
     world, elements, unit = memory.world, of.tokens * of.columns, UNIT.value
     items, programs = config.items(elements, world, all_ranks), memory.programs * config.per_sm
-    if not all_ranks:
-        chunk = elements // world
-    else:
-        chunk = elements if config.once else items * config.length
     launch(
         exchange_tokens, programs, compile_only,
         *of.pointers(), out, memory.words.addresses, memory.state,
-        *of.numbers(), elements // unit, chunk // unit, items, memory.rank, site,
+        *of.numbers(), elements // unit, config.chunk(elements, world, all_ranks) // unit, items,
+        memory.rank, site,
         memory.words.half(torch.uint8) // LINE.value,
         PROGRAMS=programs, PER_SM=config.per_sm, W=world, ALL=all_ranks, ONCE=config.once, MEAN=mean,
         **of.options(), LENGTH=config.length, num_warps=config.warps, num_stages=1,

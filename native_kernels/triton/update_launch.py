@@ -34,14 +34,15 @@ class UpdateConfig:
         return max(1, self.piece // world)
 
     def pieces(self, most: int, world: int) -> list[tuple[int, int]]:
-        """First bucket of a run, and buckets, of every launch of a step whose longest run has `most`."""
+        """Of every launch of a step: the first bucket of each run, and how many follow. most: buckets of the
+        longest run."""
         run, most = self.run(world), max(most, 1)
         return [(first, min(run, most - first)) for first in range(0, most, run)]
 
 
 def update_needs(config: UpdateConfig, most: int, grad_size: int, param_size: int, world: int) -> Need:
-    """Memory of a call whose longest run has `most` buckets. `finished`, signals and counters are for
-    norms."""
+    """Memory of a call whose longest run has `most` buckets. Ranks exchange norms through `finished`, with
+    signals and counters."""
     most = min(most, config.run(world))
     elements = world * most * 1024
     return Need(
@@ -76,7 +77,7 @@ class StepLaunch:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """First bucket of a run, and buckets, of every launch."""
+        """As `UpdateConfig.pieces` has them."""
         return self.config.pieces(self.most, self.memory.world)
 
     def sending(self) -> dict[str, int]:

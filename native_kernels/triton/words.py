@@ -70,6 +70,8 @@ def take(at, sent, groups, source, world, longer, state, code, index, epoch):
     sent: which of them `source` sends; groups: numbers of neighbours that a thread loads together; longer: ns
     that this wait lasts longer than others.
     """
+    # The first poll stands in front of the loop: where the loop alone makes `words`, Triton 3.6 fails to
+    # compile some kernels.
     words = tl.load(at, mask=sent, other=1, volatile=True)
     polls, timed = _no_polls()
     found, polls_all, polls, timed = _next_poll(
@@ -122,8 +124,8 @@ def _poll_sum(
     total, at, stride, own, wanted, rank, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr,
     DTYPE: tl.constexpr, IS_STORED: tl.constexpr,
 ):  # fmt: skip
-    """`total` and the elements of COUNT ranks from FIRST on, and the lowest of these whose words are missing,
-    or W."""
+    """Adds the elements of COUNT ranks, from rank FIRST on, to `total`. Returns the sum, and the lowest of
+    these ranks whose words are missing, or W."""
     late = tl.full(at.shape, W, tl.int32)
     for i in tl.static_range(COUNT):
         if FIRST + i < W:
