@@ -1,16 +1,17 @@
 """Programs that send and take by turns, so that links and memory work at the same time.
 
     unit = first_unit(..)                        of part A, whose units need no wait
-    ticket, may_leave = first_ticket(..)         of what waits for peers
-    while (unit < end) | (ticket < units) | may_leave:
+    ticket, undrawn = units, True                of what waits for peers: there are `units` tickets
+    while (unit < end) | (ticket < units) | undrawn:
         if unit < end:    send unit; unit += programs; behind the last one: unit = next_share(..)
-        elif may_leave:   ticket, may_leave = ticket_of_margin(..)
+        if undrawn:       ticket, undrawn = first_ticket(unit < end, ..)
         there = ticket < units
         if unit < end:    there = whether the first words of the ticket's item are there
         if there:         take the ticket's item; draw the next ticket
 
 A program that still sends takes an item only if its first words are there: then a program of a peer is
-sending the rest, and waits for nobody meanwhile. So part A still needs no wait.
+sending the rest, and waits for nobody meanwhile. So part A still needs no wait. The first ticket is drawn
+behind the first unit: the draw takes a microsecond, in which the words of that unit travel.
 """
 
 import triton
@@ -41,22 +42,19 @@ def first_unit(asked, end, state, part: tl.constexpr, shares, program):
 
 
 @triton.jit
-def first_ticket(state, units, PROGRAMS: tl.constexpr, PER_SM: tl.constexpr):
-    """The first ticket of a program, and whether it is of the margin. Then it has none yet, which is
-    `units`."""
-    ticket = units
-    firm = multiprocessor(PROGRAMS // PER_SM) < tl.load(state + STATE_FIRM)
-    if firm:
-        ticket = drawn(draw(state + STATE_TICKETS))
-    return ticket, firm == 0
+def first_ticket(
+    sends, is_firm, state, units, rank, epoch, PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr
+):
+    """The first ticket of a program, and whether it has yet to draw one. Until then, and if it leaves, the
+    ticket is `units`. A program of the margin draws none while it sends."""
+    ticket, undrawn = units, sends & (is_firm == 0)
+    if undrawn == 0:
+        if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
+            ticket = drawn(draw(state + STATE_TICKETS))
+    return ticket, undrawn
 
 
 @triton.jit
-def ticket_of_margin(
-    state, units, rank, epoch, PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr
-):
-    """The first ticket of a program of the margin that has sent everything, if it stays; and False."""
-    ticket = units
-    if stays(state, multiprocessor(PROGRAMS // PER_SM), PER_SM, rank, W, epoch):
-        ticket = drawn(draw(state + STATE_TICKETS))
-    return ticket, tl.full((), False, tl.int1)
+def firm_program(state, PROGRAMS: tl.constexpr, PER_SM: tl.constexpr):
+    """Whether the program is none of the margin."""
+    return multiprocessor(PROGRAMS // PER_SM) < tl.load(state + STATE_FIRM)

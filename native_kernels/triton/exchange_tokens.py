@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import PeerMemory, cdiv, launch
 
-from .by_turns import first_ticket, first_unit, next_share, ticket_of_margin
+from .by_turns import firm_program, first_ticket, first_unit, next_share
 from .comm import BAD_INDEX, BAD_INPUT, CODES_PER_SITE, STATE_RECORD, begin, half_of, is_last
 from .exchange_sums import UNIT, SumsConfig, take_turn
 from .shares import A, announce, claim, end_shares, start
@@ -176,8 +176,9 @@ def exchange_tokens(
     end = items * (1 if ONCE else W)  # of part A
     units = tl.cast(items * (W if ALL and not ONCE else 1), tl.int32)
     unit = first_unit(asked, end, state, A, PROGRAMS, program)
-    ticket, may_leave = first_ticket(state, units, PROGRAMS, PER_SM)
-    while (unit < end) | (ticket < units) | may_leave:
+    is_firm = firm_program(state, PROGRAMS, PER_SM)
+    ticket, undrawn = units, tl.full((), True, tl.int1)
+    while (unit < end) | (ticket < units) | undrawn:
         if unit < end:
             if unit == 0:
                 announce(state, rank, W, epoch)
@@ -200,8 +201,10 @@ def exchange_tokens(
             unit += PROGRAMS
             if unit >= end:
                 unit = next_share(end, state, A, PROGRAMS, program)
-        elif may_leave:
-            ticket, may_leave = ticket_of_margin(state, units, rank, epoch, PROGRAMS, PER_SM, W)
+        if undrawn:
+            ticket, undrawn = first_ticket(
+                unit < end, is_firm, state, units, rank, epoch, PROGRAMS, PER_SM, W
+            )
         ticket = take_turn(
             ticket, units, unit < end, out, out, inboxes, state, elements, chunk, items, rank, site, half,
             epoch, W, ALL, ONCE, MEAN, LENGTH, True,

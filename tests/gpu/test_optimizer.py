@@ -115,21 +115,30 @@ def test_as_torch(
     assert sums == [sums[0]] * world
 
 
+STEPS: list[tuple[str, str, dict[str, Any]]] = [
+    ("buckets", "AdamW", {}),
+    ("buckets per_sm=3", "AdamW", {"master_weights": True}),
+    ("buckets", "AdamW", {"in_backward": True}),
+    ("buckets", "SGD", {}),
+    ("packets", "AdamW", {}),
+    ("packets", "AdamW", {"in_backward": True}),
+    ("packets", "SGD", {"master_weights": True}),
+    ("clipped", "AdamW", {"max_norm": 0.1}),
+    ("clipped per_sm=3", "SGD", {"max_norm": 0.1, "master_weights": True}),
+]
+LAMB_STEPS: list[tuple[str, dict[str, Any]]] = [
+    ("lamb", {}),
+    ("lamb per_sm=3", {"master_weights": True}),
+    ("lamb", {"in_backward": True}),
+    ("lamb_clipped", {"max_norm": 0.1}),
+    ("lamb_packets", {"master_weights": True}),
+    ("lamb_packets", {"in_backward": True}),
+]
+"""Ways, and arguments of the optimizer. tests/kernels/test_by_name.py looks whether the ways exist."""
+
+
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    ("way", "name", "options"),
-    [
-        ("buckets", "AdamW", {}),
-        ("buckets per_sm=3", "AdamW", {"master_weights": True}),
-        ("buckets group=1", "AdamW", {"in_backward": True}),
-        ("buckets", "SGD", {}),
-        ("packets", "AdamW", {}),
-        ("packets", "AdamW", {"in_backward": True}),
-        ("packets", "SGD", {"master_weights": True}),
-        ("clipped", "AdamW", {"max_norm": 0.1}),
-        ("clipped per_sm=3", "SGD", {"max_norm": 0.1, "master_weights": True}),
-    ],
-)
+@pytest.mark.parametrize(("way", "name", "options"), STEPS)
 def test_kernel_as_torch(
     gpu_ranks: Callable[[int], RankPool], world: int, way: str, name: str, options: dict[str, Any]
 ) -> None:
@@ -170,17 +179,7 @@ def _lamb(rank: int, world: int, way: str, options: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    ("way", "options"),
-    [
-        ("lamb", {}),
-        ("lamb per_sm=3", {"master_weights": True}),
-        ("lamb group=1", {"in_backward": True}),
-        ("lamb_clipped", {"max_norm": 0.1}),
-        ("lamb_packets", {"master_weights": True}),
-        ("lamb_packets", {"in_backward": True}),
-    ],
-)
+@pytest.mark.parametrize(("way", "options"), LAMB_STEPS)
 def test_lamb(gpu_ranks: Callable[[int], RankPool], world: int, way: str, options: dict[str, Any]) -> None:
     sums = gpu_ranks(world).run(_lamb, way, options, timeout=120)
     assert sums == [sums[0]] * world

@@ -1,6 +1,7 @@
 """Ways of the exchanges by name, as the benchmark asks for them, with a workspace that has no GPU."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -27,7 +28,9 @@ from autofuse.lowering.gpu.embedding.ways import BACKWARD, OP, TORCH_NCCL
 from autofuse.lowering.gpu.experts import call as expert_ops
 from autofuse.lowering.gpu.experts import reduced as tokens
 from autofuse.lowering.gpu.experts.ways import COMBINE, DISPATCH
+from autofuse.lowering.gpu.optimizer.ways import UpdateProblem
 from autofuse.lowering.ops.library import FUSED_OPS
+from tests.gpu import test_optimizer
 
 BF16 = torch.bfloat16
 WORLD = 4
@@ -254,3 +257,11 @@ def test_no_tail_is_applied_behind_sums_of_rows(call: str) -> None:
     tailed[7] = "relu"
     assert "no tail" in FUSED_OPS[op].gpu_gap(FUSED_OPS[op].parse(tailed))
     assert not FUSED_OPS[op].gpu_gap(FUSED_OPS[op].parse(arguments))
+
+
+def test_ways_that_gpu_tests_name_exist() -> None:
+    """A name that is no more would fail on GPUs alone."""
+    named = {way for way, *_ in (*test_optimizer.STEPS, *test_optimizer.LAMB_STEPS)}
+    rules = product(("adam", "sgd", "lamb"), (False, True))
+    problems = (UpdateProblem(6000, 3, rule, (BF16,) * 2, 2, 2, clips=clips) for rule, clips in rules)
+    assert named <= {way for problem in problems for way in ways_of(problem)}

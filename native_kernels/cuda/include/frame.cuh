@@ -83,16 +83,16 @@ struct Staged {
 constexpr int STORES_AHEAD = 3;
 
 // A warp copies a row of `pieces` times 16 bytes to a peer. It stores if goes_on(), and returns whether it has.
-template <class GoesOn>
+template <int AHEAD = STORES_AHEAD, class GoesOn>
 __device__ inline bool copy_row(char* to, const char* from, int pieces, int lane, GoesOn goes_on) {
-    for (int i = lane; i < pieces; i += STORES_AHEAD * 32) {
-        uint4 held[STORES_AHEAD];
+    for (int i = lane; i < pieces; i += AHEAD * 32) {
+        uint4 held[AHEAD];
 #pragma unroll
-        for (int a = 0; a < STORES_AHEAD; ++a)
+        for (int a = 0; a < AHEAD; ++a)
             if (i + a * 32 < pieces) held[a] = load_l2(from + (i + a * 32) * 16);
         if (!goes_on()) return false;
 #pragma unroll
-        for (int a = 0; a < STORES_AHEAD; ++a)
+        for (int a = 0; a < AHEAD; ++a)
             if (i + a * 32 < pieces) store(to + (i + a * 32) * 16, held[a]);
     }
     return true;

@@ -34,7 +34,9 @@ constexpr int OUTPUTS = GATED ? 1 : WEIGHTS;
 struct DroplessDispatch : Frame<Params, SENDERS> {
     static constexpr int STORERS = 32;
     static constexpr bool WAITS = true;
-    static constexpr int RUN = 8;  // rows that a warp stores before it counts them
+    static constexpr int MOST_RUN = 8, LEAST_RUNS = 4;  // rows of a run, and runs of a warp that has longer ones
+    static constexpr int FIRST_AHEAD = 8;               // as STORES_AHEAD, of a warp's first run: no tile is loaded yet
+    static constexpr int MOST_KNOWN = 256;              // blocks of X: behind these each tile waits anew
     Ragged& experts;
 
     __device__ explicit DroplessDispatch(const Params& p) : Frame(p), experts(shared_offsets()) {
@@ -63,28 +65,35 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
         if (team.thread < W) add_release(counters(team.thread) + p.rank);
     }
 
+    // The rows of a run, which a warp stores and then counts: few where a warp has few, so that the first blocks of X are whole
+    // early.
+    __device__ int run_of() const {
+        int run = p.sent[W] / (p.programs * HELPER_WARPS * LEAST_RUNS);
+        return run < 1 ? 1 : run > MOST_RUN ? MOST_RUN : run;
+    }
+
     // Then they store our rows where the others have told; these shares are claimed as well. The claim of a share of the margin
     // waits until all peers are there.
     __device__ void send(Team<HELPERS> team) const {
         if (margin && await(progress().going) != 1) return;
         if (team.leads()) poke(progress().owned, claim(p.state, CLAIM_C, block) ? 1 : 2);
-        int chunks = 0;
+        int run = run_of(), runs = 0;  // of the longest part
         for (int dest = 0; dest < W; ++dest) {
-            int here = (p.sent[dest + 1] - p.sent[dest] + RUN - 1) / RUN;
-            chunks = here > chunks ? here : chunks;
+            int here = (p.sent[dest + 1] - p.sent[dest] + run - 1) / run;
+            runs = here > runs ? here : runs;
         }
         team.meet();
         each_share(p, team, CLAIM_C, block, [&](int share) {
-            if (owns()) send_rows(team, share, chunks);
+            if (owns()) send_rows(team, share, run, runs);
         });
     }
 
-    __device__ void send_rows(Team<HELPERS> team, int share, int chunks) const {
-        int lane = team.thread % 32;
+    __device__ void send_rows(Team<HELPERS> team, int share, int run, int runs) const {
+        int lane = team.thread % 32, step = p.programs * HELPER_WARPS;
         uint32_t heard = 0;  // a bit a rank
-        for (int i = share * HELPER_WARPS + team.thread / 32; i < chunks * W; i += p.programs * HELPER_WARPS) {
-            int dest = (p.rank + 1 + i % W) % W, first = i / W * RUN, left = p.sent[dest + 1] - p.sent[dest] - first;
-            int rows = left < RUN ? left : RUN;
+        for (int i = share * HELPER_WARPS + team.thread / 32; i < runs * W; i += step) {
+            int dest = (p.rank + 1 + i % W) % W, first = i / W * run, left = p.sent[dest + 1] - p.sent[dest] - first;
+            int rows = left < run ? left : run;
             if (rows <= 0) continue;
             if (!(heard >> dest & 1) && lane == 0)
                 wait(counters(p.rank) + dest, p.programs, WAIT_TELLING, dest, 0);
@@ -98,7 +107,10 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
                 if (row < 0) continue;
                 const char* from = p.parts + static_cast<int64_t>(p.sent[dest] + first + r) * p.k * 2;
                 char* to = p.memory[dest] + parity * p.half + row * p.k * 2;
-                copy_row(to, from, p.k / 8, lane, [] { return true; });
+                if (i < step)
+                    copy_row<FIRST_AHEAD>(to, from, p.k / 8, lane, [] { return true; });
+                else
+                    copy_row(to, from, p.k / 8, lane, [] { return true; });
             }
             named_barrier(HELPER_WARP_BARRIER + team.thread / 32, 32);
             fence_sys();
@@ -111,7 +123,7 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
         for (int i = 0; i < WEIGHTS; ++i) prefetch(&p.w[i]);
         Turn turn;
         const int* arrived = counters(p.rank) + STARTS;
-        int known = 0, known_end = 0;  // blocks of X that have come
+        uint32_t known[MOST_KNOWN / 32] = {};  // bits: blocks of X that have come
         bool told = false;
         each_tile_loaded(*this, tiles, [&](int t) {
             // A block does not say whose rows are missing: a rank that is lost is named here.
@@ -124,12 +136,12 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
             int end = experts.starts[tile.owner + 1] < tile.row + ROWS ? experts.starts[tile.owner + 1] : tile.row + ROWS;
             int first = tile.row / BLOCK, last = tile.owner < EXPERTS ? (end + BLOCK - 1) / BLOCK : first;
             for (int b = first; b < last; ++b) {
-                if (b >= known && b < known_end) continue;
+                if (b < MOST_KNOWN && known[b / 32] >> b % 32 & 1) continue;
                 wait(arrived + b, rows_of_block(b), WAIT_DISPATCHING, p.rank, b);
                 fence_proxy();
                 trace.stamp(EVENT_WAITED, -1, b);
+                if (b < MOST_KNOWN) known[b / 32] |= 1u << b % 32;
             }
-            if (first < last) known = first, known_end = last;
             int expert = tile.owner < EXPERTS ? tile.owner : EXPERTS - 1;
             Column at = column_at(tile.col, p.cols, OUTPUTS);
             produce<true>(s, turn, {{&p.exchanged[parity]}, {&p.w[at.weight], expert}, tile.row, at.col * OUT_BN, 0, p.k,
