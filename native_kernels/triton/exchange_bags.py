@@ -67,6 +67,11 @@ from .shares import (
 )
 from .slices import clear, count_for_all, count_item
 
+FEW_RANKS = tl.constexpr(4)
+"""A program reads the parts of an item of so many ranks at once."""
+HELD = tl.constexpr(32)
+"""Of more ranks, a thread reads so many elements at once: those of 8 ranks would not fit in its registers."""
+
 
 class Cut(NamedTuple):
     """How bags are cut, alike on all ranks. chunk, slice_bags: bags; items: of a chunk, of `tile` elements;
@@ -121,7 +126,7 @@ def sum_up(
     out, inbox, finished, signals, summed, state,
     elements, chunk, items, slice_items, slices, rank, site, half, summed_half, first_signal, epoch,
     PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, ALL: tl.constexpr, ONCE: tl.constexpr,
-    MEAN: tl.constexpr, LENGTH: tl.constexpr,
+    MEAN: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Parts B and C, and the end of the call.
 
@@ -151,10 +156,18 @@ def sum_up(
             known = piece
         begun, inside = place(mine, item, chunk, elements, LENGTH)
         total = tl.zeros((LENGTH,), tl.float32)
-        for r in tl.static_range(W):
-            theirs = slot(own, half, r, item, items, LENGTH, dtype)
-            part = tl.load(theirs + lane, mask=inside, other=0.0)
-            total += part.to(tl.float32)
+        if W <= FEW_RANKS:
+            for r in tl.static_range(W):
+                theirs = slot(own, half, r, item, items, LENGTH, dtype)
+                part = tl.load(theirs + lane, mask=inside, other=0.0)
+                total += part.to(tl.float32)
+        else:
+            ranks: tl.constexpr = HELD * LANES // LENGTH
+            for first in range(0, W, ranks):
+                for i in tl.static_range(ranks):
+                    theirs = slot(own, half, first + i, item, items, LENGTH, dtype)
+                    part = tl.load(theirs + lane, mask=inside & (first + i < W), other=0.0)
+                    total += part.to(tl.float32)
         if MEAN:
             total /= W
         value = total.to(dtype)
@@ -273,7 +286,7 @@ def exchange_bags(
         out, inbox, finished, signals, done + W * slices, state,
         bags * columns, chunk * columns, items, slice_items, slices, rank, site, half, summed_half,
         half_of(epoch) * signals_half, epoch,
-        PROGRAMS, PER_SM, W, ALL, ONCE, MEAN, LENGTH,
+        PROGRAMS, PER_SM, W, ALL, ONCE, MEAN, LENGTH, LANES,
     )  # fmt: skip
 
 

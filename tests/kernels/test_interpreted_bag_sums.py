@@ -38,7 +38,7 @@ CALLS = [
 ]
 
 
-@in_tiers(full={"world": [4]}, world=[2, 3, 4], part=range(3))
+@in_tiers(full={"world": [4, 5]}, world=[2, 3, 4, 5], part=range(3))
 def test_back_to_back(interpreters: Interpreters, world: int, part: int) -> None:
     """Calls use the halves of the memory by turns."""
     calls = [call for call in CALLS if call.all_ranks or call.of.b % world == 0][part::3]

@@ -10,7 +10,12 @@ from autofuse.lowering.gpu.choice.kernel import ways_of
 from autofuse.lowering.gpu.dense.ways import REDUCE, SCATTER
 from autofuse.lowering.gpu.embedding.reduced import ReducedProblem
 from autofuse.native_kernels.triton.embedding_tables import Places, Tables
-from autofuse.native_kernels.triton.exchange_bags import bag_sums_needs, launch_exchange_bags
+from autofuse.native_kernels.triton.exchange_bags import (
+    FEW_RANKS,
+    HELD,
+    bag_sums_needs,
+    launch_exchange_bags,
+)
 from tests.kernels.test_ptx import ACQUIRE, GPU_SCOPE, compile_launch
 from tests.kernels.test_ptx_embedding import (
     COUNT,
@@ -76,6 +81,7 @@ def test_configurations(
         assert "st.global.b16" not in text, where
         threads, wide = 32 * config.warps, 16 // table.itemsize
         rows = config.unroll * max(1, config.tile // (wide * threads))
-        parts = world * max(1, config.tile * wire.itemsize // (16 * threads))
+        ranks = world if world <= FEW_RANKS.value else HELD.value * threads // config.tile
+        parts = ranks * max(1, config.tile * wire.itemsize // (16 * threads))
         assert text.count("ld.global.v4.b32") >= rows + parts, where
         assert "st.global.v4.b32" in text, where
