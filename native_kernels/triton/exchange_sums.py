@@ -177,12 +177,15 @@ def settle(
 
 @triton.jit
 def take_turn(
-    ticket, units, sends, product, out, inboxes, state, elements, chunk, items, rank, site, half, epoch,
-    W: tl.constexpr, ALL: tl.constexpr, ONCE: tl.constexpr, MEAN: tl.constexpr, LENGTH: tl.constexpr,
-    STORED: tl.constexpr,
+    ticket, undrawn, units, sends, is_firm, product, out, inboxes, state, elements, chunk, items, rank, site,
+    half, epoch, PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, W: tl.constexpr, ALL: tl.constexpr,
+    ONCE: tl.constexpr, MEAN: tl.constexpr, LENGTH: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """`settle`, if the program has one of the `units` tickets. While it `sends`, only if the first words of
-    what the ticket takes are there. Returns the ticket that the program has then."""
+    """The first ticket of a program, if it is `undrawn`; then `settle`, if the program has one of the `units`
+    tickets. While it `sends`, it settles only if the first words of what the ticket takes are there. Returns
+    the ticket that the program has then, and whether its first one is undrawn."""
+    if undrawn:
+        ticket, undrawn = first_ticket(sends, is_firm, state, units, rank, epoch, PROGRAMS, PER_SM, W)
     there = ticket < units
     if sends:
         there = is_there(ticket, units, inboxes, half, items, rank, W, LENGTH, out.dtype.element_ty, STORED)
@@ -191,7 +194,7 @@ def take_turn(
             ticket, product, out, inboxes, state, elements, chunk, items, rank, site, half, epoch,
             W, ALL, ONCE, MEAN, LENGTH, STORED,
         )  # fmt: skip
-    return ticket
+    return ticket, undrawn
 
 
 @triton.jit(do_not_specialize=["elements", "chunk", "items", "rank", "site", "inbox_half"])
@@ -235,13 +238,9 @@ def exchange_sums(
             unit += PROGRAMS
             if unit >= end:
                 unit = next_share(end, state, A, PROGRAMS, program)
-        if undrawn:
-            ticket, undrawn = first_ticket(
-                unit < end, is_firm, state, units, rank, epoch, PROGRAMS, PER_SM, W
-            )
-        ticket = take_turn(
-            ticket, units, unit < end, product, out, inboxes, state, elements, chunk, items, rank, site, half,
-            epoch, W, ALL, ONCE, MEAN, LENGTH, False,
+        ticket, undrawn = take_turn(
+            ticket, undrawn, units, unit < end, is_firm, product, out, inboxes, state, elements, chunk, items,
+            rank, site, half, epoch, PROGRAMS, PER_SM, W, ALL, ONCE, MEAN, LENGTH, False,
         )  # fmt: skip
     tl.debug_barrier()
     if is_last(state, PROGRAMS):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autofuse.native_kernels.gpu.memory import PeerMemory, cdiv, launch
 
-from .by_turns import firm_program, first_ticket, first_unit, next_share
+from .by_turns import firm_program, first_unit, next_share
 from .comm import BAD_INDEX, BAD_INPUT, CODES_PER_SITE, STATE_RECORD, begin, half_of, is_last
 from .exchange_sums import UNIT, SumsConfig, take_turn
 from .shares import A, announce, claim, end_shares, start
@@ -201,13 +201,9 @@ def exchange_tokens(
             unit += PROGRAMS
             if unit >= end:
                 unit = next_share(end, state, A, PROGRAMS, program)
-        if undrawn:
-            ticket, undrawn = first_ticket(
-                unit < end, is_firm, state, units, rank, epoch, PROGRAMS, PER_SM, W
-            )
-        ticket = take_turn(
-            ticket, units, unit < end, out, out, inboxes, state, elements, chunk, items, rank, site, half,
-            epoch, W, ALL, ONCE, MEAN, LENGTH, True,
+        ticket, undrawn = take_turn(
+            ticket, undrawn, units, unit < end, is_firm, out, out, inboxes, state, elements, chunk, items,
+            rank, site, half, epoch, PROGRAMS, PER_SM, W, ALL, ONCE, MEAN, LENGTH, True,
         )  # fmt: skip
     if TAKEN:
         if faults != 0:  # one of all indices is told

@@ -41,8 +41,8 @@ class UpdateConfig:
 
 
 def update_needs(config: UpdateConfig, most: int, grad_size: int, param_size: int, world: int) -> Need:
-    """Memory of a call whose longest run has `most` buckets. Ranks exchange norms through `finished`, with
-    signals and counters."""
+    """The memory of a call. most: buckets of its longest run. For norms a rank stores sums of squares to
+    `finished` of all ranks, and signals; counters tell when its own sums are whole."""
     most = min(most, config.run(world))
     elements = world * most * 1024
     return Need(
