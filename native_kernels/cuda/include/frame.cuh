@@ -36,9 +36,8 @@
 //   - TEAMS: the helpers are team 0; warpgroups that have multiplied join as teams 1 and 2. Teams draw tickets
 //     (`Tickets`), each of which is a part that has to be reduced or copied. Team 0 ends the call.
 //
-// Stages before and behind a reduction are two more hooks, which do nothing unless a kernel has its own:
-//   - before_store(acc, tile):  maps an accumulator before it is rounded and stored (a bias, an activation),
-//   - before_output(sums, row, col): maps eight sums of ranks before they are rounded, in kernels that reduce.
+// One more hook does nothing unless a kernel has its own: before_store(acc, tile) maps an accumulator before it is rounded and
+// stored (a bias, a scale).
 //
 // Not all blocks need to run at once: other kernels may hold a part of the GPU, and while a peer is missing the clusters of the
 // margin leave (progress.cuh). What a block does is its share.
@@ -224,7 +223,6 @@ struct Frame {
 
     __device__ void send(Team<HELPERS>) const {}  // what the helpers send once they have told peers something
     __device__ void before_store(float (&)[BN / 2], const Tile&) const {}
-    __device__ void before_output(float (&)[8], int, int) const {}
 
 private:
     static __device__ Shared shared_memory() {

@@ -60,13 +60,9 @@ __device__ inline void put_sums(void* to, const float* v) {
 
 __device__ inline float sum_of(uint32_t word) { return __uint_as_float(word ^ 0x80000000u); }
 
-// The sums of eight values of each rank: in the order of the ranks, in fp32, scaled, mapped, and rounded once.
-struct Identity {
-    __device__ void operator()(float (&)[8]) const {}
-};
-
-template <int COUNT, class Map = Identity>
-__device__ inline uint4 sum(const uint4 (&words)[COUNT], Map map = {}) {
+// The sums of eight values of each rank: in the order of the ranks, in fp32, scaled, and rounded once.
+template <int COUNT>
+__device__ inline uint4 sum(const uint4 (&words)[COUNT]) {
     float total[8] = {};
 #pragma unroll
     for (int r = 0; r < COUNT; ++r) {
@@ -80,6 +76,5 @@ __device__ inline uint4 sum(const uint4 (&words)[COUNT], Map map = {}) {
     constexpr float SCALE = MEAN ? 1.0f / W : 1.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) total[i] *= SCALE;
-    map(total);
     return {pair(total[0], total[1]), pair(total[2], total[3]), pair(total[4], total[5]), pair(total[6], total[7])};
 }

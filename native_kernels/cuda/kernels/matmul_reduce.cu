@@ -42,7 +42,30 @@ CHECK_PARAMS
 
 constexpr int PARTS = BM / PART;  // of a tile
 constexpr int TILE_BYTES = BM * BN * 2, PART_BYTES = PART * BN * 2;
+constexpr int WIDE = BN / 8;              // pieces of 16 bytes in a row
 constexpr int ARRIVING = UPDATE ? 1 : W;  // copies of a tile in the inbox
+
+// Bytes that the storer stores to a peer at once while its block multiplies another tile. All blocks end tiles at about the
+// same time. If each stored a whole tile, the loads of the next tiles would wait for 10 us behind stores that the links cannot
+// take yet.
+constexpr int PACED = 4096;
+
+// Pieces of a part that a thread of a team of SIZE adds up at once, so that the latencies of their loads overlap.
+template <int SIZE>
+__device__ constexpr int at_once() {
+    constexpr int LOADS = SIZE == HELPERS ? 8 : 16, PIECES = PART * BN / 8 / SIZE;  // of a thread: at once; in a part
+    int count = 1;
+    while (2 * count * ARRIVING <= LOADS && 2 * count <= PIECES && PIECES % (2 * count) == 0) count *= 2;
+    return count;
+}
+
+// PART rows of a tile.
+struct Part {
+    bool exists;
+    int tile, number;       // of the chunk, in the order of memory
+    int first;              // row of the tile
+    int stretch, row, col;  // of the chunk; row of the stretch; column of the output
+};
 
 struct MatmulReduce : Frame<Params, TEAMS> {
     using Frame::Frame;
@@ -80,10 +103,14 @@ struct MatmulReduce : Frame<Params, TEAMS> {
             bool is_tile = tile.col < p.cols;
             staged.wait();
             char* there = (away ? p.outbox : p.inbox[tile.owner]) + to;
-            if (is_tile && UPDATE)
-                add_bulk(there, s.staged, TILE_BYTES);
-            else if (is_tile)
-                store_bulk(there, s.staged, TILE_BYTES);
+            int piece = tile.owner != p.rank && !away && t + clusters < tiles ? PACED : TILE_BYTES;
+            for (int at = 0; is_tile && at < TILE_BYTES; at += piece) {
+                if (at) bulk_commit(), bulk_wait();
+                if (UPDATE)
+                    add_bulk(there + at, s.staged + at, piece);
+                else
+                    store_bulk(there + at, s.staged + at, piece);
+            }
             staged.free_after_bulk();
             staged.arrived();
             if (!is_tile) return;
@@ -106,99 +133,109 @@ struct MatmulReduce : Frame<Params, TEAMS> {
         add_relaxed(stored + W * p.slices);
     }
 
-    // The row of the output of all ranks that row `row` of the chunk of `owner` is; -1 outside of the output.
-    __device__ int row_at(int owner, int row) const {
-        int high = row / (p.stretch * BM), low = row % (p.stretch * BM);
-        int at = (high * W + owner) * p.chunk_rows + low;
-        return low < p.chunk_rows && at < p.m ? at : -1;
-    }
-
     __device__ int* arrived() const { return p.signals[p.rank] + parity * p.signals_half; }
 
-    // A team reduces parts of our own chunk and sends the sums, and copies the sums that peers send. Parts come in the order
-    // in which they are complete.
+    // Number `i` of the parts of a chunk, in the order in which they are complete.
+    __device__ Part part_of(int i) const {
+        bool exists = i >= 0 && i < p.rows * p.cols * PARTS;
+        int number = exists ? i / PARTS : 0, first = exists ? i % PARTS * PART : 0;
+        Tile at = chunk_tile_at(number, p.rows, p.cols);
+        int tile = ENGINES ? number : at.row * p.cols + at.col;
+        int row = at.row % p.stretch * BM + first;
+        return {exists, tile, tile * PARTS + first / PART, first, at.row / p.stretch, row, at.col * BN};
+    }
+
+    // Where piece j of a part of the chunk of rank `owner` goes in the output; nullptr outside of it.
+    __device__ char* place(const Part& part, int owner, int j) const {
+        int row = part.row + j / WIDE, col = part.col + j % WIDE * 8;
+        int from_all = (part.stretch * W + owner) * p.chunk_rows + row;
+        if (row >= p.chunk_rows || from_all >= p.m || col >= p.n) return nullptr;
+        int to = ALL ? from_all : part.stretch * p.chunk_rows + row;
+        return p.out + static_cast<int64_t>(to) * p.out_pitch + col * 2;
+    }
+
+    // Where the sums of a part by rank `owner` lie.
+    __device__ int64_t sums_at(const Part& part, int owner) const {
+        int64_t parts = p.rows * p.cols * PARTS;
+        return parity * p.words_half + (owner * parts + part.number) * PART_BYTES;
+    }
+
+    // A team reduces parts of our own chunk and sends the sums, and copies the sums that peers send.
     template <int SIZE>
     __device__ void exchange(Team<SIZE> team) {
-        constexpr int KINDS = ALL ? 2 : 1, WIDE = BN / 8;  // pieces of 16 bytes in a row
-        int tiles = p.rows * p.cols, parts = tiles * PARTS;
-        char* inbox = p.inbox[p.rank] + parity * p.inbox_half;
+        constexpr int KINDS = ALL ? 2 : 1;
+        int parts = p.rows * p.cols * PARTS;
         bool mixed = p.lag < parts;
-        int tickets = (mixed ? parts + p.lag : parts) * KINDS;
+        int lag = mixed ? p.lag : parts, tickets = mixed ? (parts + lag) * KINDS : parts * KINDS;
         for (Tickets ticket(p, team); ticket.number < tickets; ticket.next()) {
             // Number i of our own parts, or number i - lag of all peers'; of few parts, all of our own come first.
             bool copying = ALL && (mixed ? ticket.number % 2 : ticket.number >= parts);
-            int i = mixed ? ticket.number / KINDS - (copying ? p.lag : 0) : ticket.number - (copying ? parts : 0);
-            bool is_part = i >= 0 && i < parts;
-            int number = is_part ? i / PARTS : 0;
-            Tile at = chunk_tile_at(number, p.rows, p.cols);
-            int tile = ENGINES ? number : at.row * p.cols + at.col, part = is_part ? tile * PARTS + i % PARTS : 0;
-            if (is_part && !copying) {
-                if (team.thread < W) {
-                    const int* from = arrived() + team.thread * tiles + tile;
-                    if (ENGINES && team.thread != p.rank)
-                        from = p.copied[p.rank] + team.thread * p.slices + tile / p.slice;
-                    wait(from, 1, WAIT_REDUCING, team.thread, tile);
-                }
+            Part part = part_of((mixed ? ticket.number / KINDS : ticket.number) - (copying ? lag : 0));
+            if (part.exists && !copying && team.thread < W) {
+                const int* from = arrived() + team.thread * p.rows * p.cols + part.tile;
+                if (ENGINES && team.thread != p.rank)
+                    from = p.copied[p.rank] + team.thread * p.slices + part.tile / p.slice;
+                wait(from, 1, WAIT_REDUCING, team.thread, part.tile);
             }
             ticket.draw();
-            if (team.leads()) trace.stamp(EVENT_WAITED, -1, part);
-            // Where the sums of a part by rank `owner` lie.
-            auto sums = [&](int owner) {
-                return parity * p.words_half + (static_cast<int64_t>(owner) * parts + part) * PART_BYTES;
-            };
-            // Piece j of the part: its row and column in the chunk, and where it goes in the output; nullptr outside of it.
-            struct Place {
-                int row, col;
-                char* to;
-            };
-            auto place = [&](int source, int j) {
-                int row = at.row * BM + i % PARTS * PART + j / WIDE, col = at.col * BN + j % WIDE * 8;
-                int to = row_at(source, row);
-                if (to < 0 || col >= p.n) return Place{row, col, nullptr};
-                if (!ALL) to = row / (p.stretch * BM) * p.chunk_rows + row % (p.stretch * BM);
-                return Place{row, col, p.out + static_cast<int64_t>(to) * p.out_pitch + col * 2};
-            };
-            if (is_part && !copying) {
-#pragma unroll 2
-                for (int j = team.thread; j < PART * WIDE; j += SIZE) {
-                    Place there = place(p.rank, j);
-                    if (!there.to && !UPDATE) continue;
-                    char* from = inbox + static_cast<int64_t>(tile) * TILE_BYTES +
-                                 staged_at(i % PARTS * PART + j / WIDE, j % WIDE);
-                    uint4 added = there.to ? added_at(p, there.to - p.out) : uint4{}, terms[ARRIVING];
-#pragma unroll
-                    for (int r = 0; r < ARRIVING; ++r)
-                        terms[r] = load_l2(from + static_cast<int64_t>(r) * tiles * TILE_BYTES);
-                    if (UPDATE) store(from, {});
-                    if (UPDATE && !there.to) continue;
-                    uint4 value = sum(terms, [&](float (&totals)[8]) { before_output(totals, there.row, there.col); });
-                    if (ALL) {
-                        value = sendable(value);
-                        for (int r = 1; r < W; ++r) put(p.words[(p.rank + r) % W] + sums(p.rank) + j * 16, value);
-                    }
-                    store(there.to, with_added(value, added));
-                }
-            } else if (is_part) {
-                // Of all peers at once, so that their latencies overlap.
-                for (int j = team.thread; j < PART * WIDE; j += SIZE) {
-                    uint4 words[W] = {}, added[W];
-                    char* to[W];
-#pragma unroll
-                    for (int r = 0; r < W; ++r) {
-                        to[r] = r ? place((p.rank + r) % W, j).to : nullptr;
-                        if (to[r]) added[r] = added_at(p, to[r] - p.out);
-                    }
-                    auto wanted = [&](int r) { return to[r] != nullptr; };
-                    auto source = [&](int r) { return (p.rank + r) % W; };
-                    auto from = [&](int r) { return p.words[p.rank] + sums(source(r)) + j * 16; };
-                    take_all(words, wanted, from, call(), WAIT_COPYING, source, part);
-#pragma unroll
-                    for (int r = 1; r < W; ++r)
-                        if (to[r]) store(to[r], with_added(flip(words[r]), added[r]));
-                }
-            }
-            if (team.leads()) trace.stamp(copying ? EVENT_COPIED : EVENT_REDUCED, copying ? -1 : p.rank, part);
+            if (team.leads()) trace.stamp(EVENT_WAITED, -1, part.number);
+            constexpr int AHEAD = at_once<SIZE>();
+            for (int first = team.thread; part.exists && first < PART * WIDE; first += AHEAD * SIZE)
+                if (copying)
+                    copy<SIZE, AHEAD>(part, first);
+                else
+                    reduce<SIZE, AHEAD>(part, first);
+            if (team.leads()) trace.stamp(copying ? EVENT_COPIED : EVENT_REDUCED, copying ? -1 : p.rank, part.number);
         }
+    }
+
+    // A thread adds up its pieces first, first + SIZE, ... of a part.
+    template <int SIZE, int AHEAD>
+    __device__ void reduce(const Part& part, int first) const {
+        int64_t apart = static_cast<int64_t>(p.rows) * p.cols * TILE_BYTES;  // of two ranks' tiles
+        char* tile = p.inbox[p.rank] + parity * p.inbox_half + static_cast<int64_t>(part.tile) * TILE_BYTES;
+        auto from = [&](int j) { return tile + staged_at(part.first + j / WIDE, j % WIDE); };
+        uint4 terms[AHEAD][ARRIVING], added[AHEAD] = {};
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a) {
+            char* to = place(part, p.rank, first + a * SIZE);
+            if (to) added[a] = added_at(p, to - p.out);
+#pragma unroll
+            for (int r = 0; r < ARRIVING; ++r) terms[a][r] = load_l2(from(first + a * SIZE) + r * apart);
+        }
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a) {
+            int j = first + a * SIZE;
+            char* to = place(part, p.rank, j);
+            if (UPDATE) store(from(j), {});
+            if (!to) continue;
+            uint4 value = sum(terms[a]);
+            if (ALL) {
+                value = sendable(value);
+                for (int r = 1; r < W; ++r) put(p.words[(p.rank + r) % W] + sums_at(part, p.rank) + j * 16, value);
+            }
+            store(to, with_added(value, added[a]));
+        }
+    }
+
+    // A thread copies its pieces of the sums of all peers.
+    template <int SIZE, int AHEAD>
+    __device__ void copy(const Part& part, int first) const {
+        constexpr int PEERS = W > 1 ? W - 1 : 1, COUNT = AHEAD * PEERS;
+        uint4 words[COUNT] = {}, added[COUNT];
+        char* to[COUNT];
+        auto piece = [&](int i) { return first + i / PEERS * SIZE; };
+        auto source = [&](int i) { return (p.rank + 1 + i % PEERS) % W; };
+        auto from = [&](int i) { return p.words[p.rank] + sums_at(part, source(i)) + piece(i) * 16; };
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            to[i] = place(part, source(i), piece(i));
+            if (to[i]) added[i] = added_at(p, to[i] - p.out);
+        }
+        take_all(words, [&](int i) { return to[i] != nullptr; }, from, call(), WAIT_COPYING, source, part.number);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            if (to[i]) store(to[i], with_added(flip(words[i]), added[i]));
     }
 
     template <class Meet>
