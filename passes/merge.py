@@ -108,8 +108,7 @@ def _is_plain_sum(node: fx.Node) -> bool:
 
 def _is_whole(side: fx.Node, total: fx.Node) -> bool:
     """Whether a side of a sum is not broadcast."""
-    shapes = Shapes()
-    return shapes.of(side) == shapes.of(total)
+    return Shapes().alike(side, total)
 
 
 def _is_inner(node: fx.Node) -> bool:

@@ -33,7 +33,7 @@ from torch import fx
 from autofuse.lowering import torch_internals
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.follow import expression, tensor
-from autofuse.passes.graph.layout import Size, prod
+from autofuse.passes.graph.layout import prod
 from autofuse.passes.matchers.match import Match
 from autofuse.passes.reasons import Reason, Reject
 from autofuse.passes.report import Prediction, listening
@@ -43,6 +43,7 @@ from . import ways
 from .cost_model import PLAIN, Expressions, Model, Numbers, Task
 from .crossover import Known, Sample, wins
 from .device_table import DeviceTable, table_for
+from .evaluate import at_values
 from .ways import predictor_on, product_of
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def _predict(
     model, symbols = Model(table, cores), dict(known)
 
     def times(values: Mapping[sympy.Symbol, int], arithmetic: Numbers) -> tuple[float, float]:
-        numbers = task.map(lambda size: evaluate(size, values))
+        numbers = at_values(task, values)
         return model.fused(numbers, arithmetic), model.apart(numbers, arithmetic)
 
     def gain(values: Mapping[sympy.Symbol, int], margin: float = 0.0) -> Sample:
@@ -205,7 +206,7 @@ def _predict(
     hints = {s: k.hint for s, k in known if k.hint is not None}
     if not complete or len(hints) < len(known):
         return Choice(Prediction(None, None, fused, unfused, condition, table.name), fuse)
-    key = task.map(lambda size: evaluate(size, hints)).key
+    key = at_values(task, hints).key
     point = table.by_task.get(key)
     fused_us, unfused_us = (round(time, 1) for time in times(hints, Numbers()))
     prediction = Prediction(
@@ -234,7 +235,7 @@ def _predict_ways(
     """
 
     def at(values: Mapping[sympy.Symbol, int]) -> tuple[float, float, float] | None:
-        return ways.times(task.map(lambda size: evaluate(size, values)), predictor)
+        return ways.times(at_values(task, values), predictor)
 
     def gain(values: Mapping[sympy.Symbol, int]) -> Sample:
         found = at(values)
@@ -247,7 +248,7 @@ def _predict_ways(
     condition = wins(gain, dict(known)) if text or not known else "always"
     fused, apart = round(found[0], 1), round(found[2], 1)
     texts = ("", "") if known else (str(fused), str(apart))
-    key = task.map(lambda size: evaluate(size, hints)).key
+    key = at_values(task, hints).key
     prediction = Prediction(fused, apart, *texts, condition, predictor.model.gpu.name, task=key)
     margin = 0.0 if task.step else TORCH_MARGIN
     if known or found[0] < found[2] or found[1] <= found[2] * (1 + margin):
@@ -268,27 +269,6 @@ def _decide(symbols: Symbols, difference: sympy.Expr) -> bool | None:
         return None
     ends = {bool(rest + slope * end > 0) for end in (symbols[symbol].least, symbols[symbol].most)}
     return ends.pop() if len(ends) == 1 else None
-
-
-def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
-    """The size at the given values of its symbols. Products and sums, the usual case, are fast."""
-    if isinstance(size, int):
-        return size
-    if isinstance(size, sympy.Symbol):
-        return values[size]
-    if isinstance(size, sympy.Integer):
-        return int(size)
-    if isinstance(size, sympy.Mul):
-        total = 1
-        for part in size.args:
-            if not (part.is_Integer or part.is_Symbol or part.is_Add):
-                break  # a fraction or a power
-            total *= evaluate(part, values)
-        else:
-            return total
-    if isinstance(size, sympy.Add):
-        return sum(evaluate(part, values) for part in size.args)
-    return int(size.xreplace({symbol: sympy.Integer(values[symbol]) for symbol in size.free_symbols}))
 
 
 def _text(time: object) -> str:

@@ -31,10 +31,11 @@ import torch
 
 from autofuse.passes.graph.layout import Size
 
-from .choose import Symbols, evaluate
+from .choose import Symbols
 from .cost_model import Arithmetic, Model, Numbers, Task, Value
 from .crossover import Known, Sample, wins
 from .device_table import DeviceTable
+from .evaluate import at_values
 
 START_US = {"every": 20.0, "owner": 60.0}
 """Of the steps of a tail, on CPU ranks: by docs/benchmarks/schedules.json."""
@@ -208,7 +209,7 @@ def _cheapest(
     def time(schedule: str, values: Mapping[sympy.Symbol, int], arithmetic: Numbers) -> float | None:
         total = 0.0
         for cluster, count in counts:
-            us = pricing.us(schedule, cluster.map(lambda size: evaluate(size, values)), arithmetic)
+            us = pricing.us(schedule, at_values(cluster, values), arithmetic)
             if us is None:
                 return None
             total += count * us

@@ -20,7 +20,7 @@ from torch import fx
 
 from autofuse.lowering import torch_internals
 
-from .layout import Digit, Layout, Size, exact_quotient, merge, same_size
+from .layout import Digit, Layout, Size, exact_quotient, merge, same_shape, same_size
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -156,6 +156,11 @@ class Shapes:
         val = tensor(node)
         return None if val is None else tuple(self.size(s) for s in val.shape)
 
+    def alike(self, a: object, b: object) -> bool:
+        """Whether both are tensors of one shape."""
+        first, second = self.of(a), self.of(b)
+        return first is not None and second is not None and same_shape(first, second)
+
     def known(self, node: object) -> tuple[Size, ...]:
         """The shape of a node that is a tensor."""
         shape = self.of(node)
@@ -269,15 +274,16 @@ def source_and_view(n: fx.Node, shapes: Shapes) -> tuple[fx.Node | None, Callabl
     source = n.args[0]
     if target is aten.copy.default:  # copy(dst, src) has the values of src
         src = n.args[1]
-        same = isinstance(src, fx.Node) and dtype_of(src) == dtype_of(n) and shapes.of(src) == shapes.of(n)
-        return (src, _keep) if same else nothing
+        if isinstance(src, fx.Node) and dtype_of(src) == dtype_of(n) and shapes.alike(src, n):
+            return src, _keep
+        return nothing
     before = shapes.of(source)
     if before is None:
         return nothing
     if target in _RESHAPES:
         return source, lambda layout, shape: layout.reshape(shape)
     if target in _ALIASES or (target in _CASTS and not is_cast(n) and dtype_of(n) == dtype_of(source)):
-        return (source, _keep) if before == shapes.of(n) else nothing
+        return (source, _keep) if shapes.alike(source, n) else nothing
     rank = len(before)
     if target is aten.permute.default:
         order = [d % rank for d in n.args[1]]

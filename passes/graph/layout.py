@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -37,6 +38,18 @@ def exact_quotient(a: Size, b: Size) -> Size | None:
     return int(quotient) if quotient.is_Integer else quotient
 
 
+def expanded(size: Size) -> Size:
+    """The size as a sum of products. Equal sizes are equal expressions then: of `s` rows the last rank has
+    `s - (s + 1) // 2`, and twice as many are the same whether this factor is multiplied out or not."""
+    return size if isinstance(size, int) else _expanded(size)
+
+
+@cache
+def _expanded(size: sympy.Expr) -> Size:
+    found = sympy.expand_mul(size)
+    return int(found) if found.is_Integer else found
+
+
 def same_size(a: Size, b: Size) -> bool:
     return bool(a == b) or (not (isinstance(a, int) and isinstance(b, int)) and exact_quotient(a, b) == 1)
 
@@ -49,7 +62,7 @@ def prod(sizes: Iterable[Size]) -> Size:
     total: Size = 1
     for size in sizes:
         total = total * size
-    return total
+    return expanded(total)
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,10 @@ class Digit:
     dim: int
     div: Size
     size: Size
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "div", expanded(self.div))
+        object.__setattr__(self, "size", expanded(self.size))
 
     def split(self, minor: Size) -> tuple[Digit, Digit] | None:
         """(major, minor) digits; None if `minor` does not divide the size."""

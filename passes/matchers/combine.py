@@ -52,7 +52,7 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
         return found
     if (found.offsets is None and found.shape[0] == 1) is not single:
         return Reject(Reason.NO_COMPUTE, "a single matmul feeds it, no batch of experts")
-    if prod(found.layout.shape) != prod(found.shape):
+    if not same_size(prod(found.layout.shape), prod(found.shape)):
         return Reject(Reason.LAYOUT, "only part of the matmul is exchanged")
     reject = check_dtype(found.dtype)
     if reject is not None:

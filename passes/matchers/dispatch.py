@@ -81,7 +81,7 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
         if ordered is None:
             return Reject(Reason.UNEVEN, f"not each of the {experts} experts has the same number of matmuls")
         entries = ordered
-    if prod(layout.shape) != prod(received):
+    if not same_size(prod(layout.shape), prod(received)):
         return Reject(Reason.LAYOUT, "the experts read only part of what is exchanged")
     place = _place(anchor, context, layout, received)
     if isinstance(place, Reject):

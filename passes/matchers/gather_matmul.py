@@ -20,7 +20,7 @@ from autofuse.lowering.plan import Family
 from autofuse.passes.graph.anchors import Anchor, fused_op
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, dtype_of, is_cast, is_view
-from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, prod
+from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, prod, same_size
 from autofuse.passes.graph.paths import collective_above, depends_on
 from autofuse.passes.reasons import Reason, Reject
 
@@ -151,7 +151,7 @@ def _choose(
         cut = cut_out(c.layout, rank)
         late = depends_on(anchor, c.inputs)
         later = next((hit for n in c.inputs if (hit := collective_above(n, anchor.node)) is not None), None)
-        if cut is None or c.layout.fixed or prod(c.layout.shape) != total:
+        if cut is None or c.layout.fixed or not same_size(prod(c.layout.shape), total):
             why = Reject(Reason.LAYOUT, f"{c.reader.view.name} is no whole view of the gathered tensor")
         elif late is not None:
             why = Reject(Reason.EXTRA_USERS, f"the weight {late.name} depends on the gathered tensor")

@@ -20,7 +20,7 @@ from autofuse.lowering.ops.matmul_all_gather import MatmulAllGather
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import SPLITS, Shapes, argument, aten, is_view, value
-from autofuse.passes.graph.layout import Digit, Layout, Size, compose, exact_quotient, merge, prod
+from autofuse.passes.graph.layout import Digit, Layout, Size, compose, exact_quotient, merge, prod, same_size
 from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import ROWS, Product
@@ -68,8 +68,9 @@ def match_matmul_gather(anchor: Anchor, context: Context) -> Found:
         return Reject(Reason.NO_COMPUTE, "rows of a table are gathered, and no matmul")
     if found.stages[0].startswith(GROUPED):
         return Reject(Reason.UNSUPPORTED_VARIANT, "rows of experts are added up before a gather")
-    if (total := prod(found.layout.shape)) != prod(found.shape):
-        return Reject(Reason.LAYOUT, f"{total} of {prod(found.shape)} elements of the matmul are gathered")
+    total, whole = prod(found.layout.shape), prod(found.shape)
+    if not same_size(total, whole):
+        return Reject(Reason.LAYOUT, f"{total} of {whole} elements of the matmul are gathered")
     reject = check_dtype(found.dtype)
     if reject is not None:
         return reject
@@ -167,7 +168,7 @@ def _is_cut_up(readers: Sequence[Reader], size: Size, shapes: Shapes) -> bool:
         outermost.add((cuts[-1].whole, cuts[-1].dim))
     return (
         len(outermost) == 1
-        and all(prod(shapes.known(whole)) == size for whole, _ in outermost)
+        and all(same_size(prod(shapes.known(whole)), size) for whole, _ in outermost)
         and all(_covers(shapes.known(whole)[dim], cuts) for (whole, dim), cuts in every.items())
     )
 

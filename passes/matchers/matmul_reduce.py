@@ -16,7 +16,16 @@ from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.layout import Cut, Layout, Size, cut_out, exact_quotient, leading_digit, prod
+from autofuse.passes.graph.layout import (
+    Cut,
+    Layout,
+    Size,
+    cut_out,
+    exact_quotient,
+    leading_digit,
+    prod,
+    same_size,
+)
 from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import ROWS, Product
@@ -54,8 +63,9 @@ def _find(anchor: Anchor, context: Context, shape: tuple[Size, ...] | None) -> P
         return found
     if anchor.reduce_op not in ("sum", "avg"):
         return Reject(Reason.REDUCE_OP, f"the reduction is {anchor.reduce_op!r}")
-    if (total := prod(found.layout.shape)) != prod(found.shape):
-        return Reject(Reason.LAYOUT, f"{total} of {prod(found.shape)} elements of the matmul are reduced")
+    total, whole = prod(found.layout.shape), prod(found.shape)
+    if not same_size(total, whole):
+        return Reject(Reason.LAYOUT, f"{total} of {whole} elements of the matmul are reduced")
     return check_dtype(found.dtype) or found
 
 

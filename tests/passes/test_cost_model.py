@@ -23,6 +23,7 @@ from autofuse.passes.choice import choose
 from autofuse.passes.choice.cost_model import Expressions, Model, Numbers, Task
 from autofuse.passes.choice.crossover import LARGEST, Gain, Known, Sample, _joined, wins
 from autofuse.passes.choice.device_table import DeviceTable, shipped
+from autofuse.passes.choice.evaluate import evaluate
 
 ROOT = Path(__file__).parents[2]
 CPU, H200 = shipped()
@@ -186,7 +187,7 @@ def tasks(draw: st.DrawFn) -> Task:
 
 def gain_of(table: DeviceTable, task: Task) -> Gain:
     def gain(values: Mapping[sympy.Symbol, int]) -> Sample:
-        numbers, arithmetic = task.map(lambda size: choose.evaluate(size, values)), Numbers()
+        numbers, arithmetic = task.map(lambda size: evaluate(size, values)), Numbers()
         model = Model(table, 2)
         return model.apart(numbers, arithmetic) - model.fused(numbers, arithmetic), tuple(arithmetic.taken)
 
@@ -197,7 +198,7 @@ def gain_of(table: DeviceTable, task: Task) -> Gain:
 @settings(max_examples=60, deadline=None)
 def test_expressions_and_numbers_agree(table: DeviceTable, task: Task, rows: int) -> None:
     """Also where the ends of the range decide what is largest."""
-    model, numbers = Model(table, 2), task.map(lambda size: choose.evaluate(size, {S: rows}))
+    model, numbers = Model(table, 2), task.map(lambda size: evaluate(size, {S: rows}))
     near = {S: Known(rows // 2, 2 * rows, None)}
     for arithmetic in (Expressions(), Expressions(partial(choose._decide, near))):
         for formula in (model.fused, model.apart):

@@ -226,6 +226,43 @@ def test_ranks_with_their_own_token_counts(ranks: Ranks, policy: str) -> None:
         assert all(fused == [experts.DISPATCH, experts.COMBINE] for fused in graphs)
 
 
+class Sliced(torch.nn.Module):
+    """A rank slices rows of a tensor of any length, as DTensor does: the size of the last slice is another
+    expression than those of the others."""
+
+    def __init__(self, rank: int, world: int, group: Any) -> None:
+        super().__init__()
+        self.rank, self.world, self.group = rank, world, group
+        self.w, self.v = integers(1, 4, 8), integers(2, 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[1]
+        each = (rows + self.world - 1) // self.world
+        first, is_last = self.rank * each, self.rank == self.world - 1
+        own = x.narrow(1, first, rows - first if is_last else each)
+        hidden = (funcol.all_gather_tensor(own, 1, self.group) @ self.w).relu()
+        return own + funcol.reduce_scatter_tensor(hidden @ self.v, "sum", 1, self.group)
+
+
+def _slices(rank: int, world: int, policy: str) -> list[list[str]]:
+    torch._dynamo.reset()
+    model = Sliced(rank, world, fresh_group())
+    compiled = torch.compile(model, backend=passes_only(policy), dynamic=True)
+    with autofuse.debug() as report, torch.no_grad():
+        for rows in (2 * world, 5 * world):
+            x = integers(3, 3 * rows, 4).view(3, rows, 4)
+            assert torch.equal(compiled(x), model(x))
+    return [[str(s.pattern) for s in graph.sites if s.fused] for graph in report.graphs]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_slices_of_any_length(ranks: Ranks, world: int) -> None:
+    both = ["all_gather_matmul", "matmul_reduce_scatter"]
+    assert all(fused == both for graphs in ranks(world).run(_slices, "always") for fused in graphs)
+    first, *others = ranks(world).run(_slices, "auto")
+    assert all(fused == first for fused in others)
+
+
 def _exchange(x: Tensor, output: list[int], given: list[int], group: str) -> Tensor:
     return funcol.wait_tensor(funcol.all_to_all_single(x, output, given, group))
 
