@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import sympy
 
 from autofuse.lowering.torch_internals import floor_division
 from autofuse.passes.graph.layout import Size
 
-Values = Mapping[sympy.Symbol, int]
+Values: TypeAlias = "Mapping[sympy.Symbol, int]"
 
 
 class Sized(Protocol):
@@ -32,7 +32,8 @@ T = TypeVar("T", bound=Sized)
 
 
 def at_values(sized: T, values: Values) -> T:
-    """With all sizes as numbers, at multiples of what the symbols are divided by, and no division by 0."""
+    """`sized` with all sizes as numbers. A symbol that is divided is rounded up to a multiple of its divisor.
+    A symbol that divides is at least 1."""
     divisors = _divisors(frozenset(size for size in sized.sizes if isinstance(size, sympy.Expr)))
     values = {
         s: max(1, -(-v // divisors[s])) * divisors[s] if s in divisors else v for s, v in values.items()
@@ -43,8 +44,11 @@ def at_values(sized: T, values: Values) -> T:
 
 @functools.lru_cache(maxsize=1024)
 def _divisors(sizes: frozenset[sympy.Expr]) -> dict[sympy.Symbol, int]:
-    """The numbers by which symbols are divided, where each is alone in what is divided; 1 of symbols by which
-    others are divided."""
+    """For each symbol of a floor division, the number whose multiples it is rounded up to.
+
+    It is the least common multiple of the integers by which terms with this symbol alone are divided. It is 1
+    for a symbol that only stands in divisors.
+    """
     found: dict[sympy.Symbol, int] = {}
     for function in {atom for size in sizes for atom in size.atoms(sympy.Function)}:
         division = floor_division(function)

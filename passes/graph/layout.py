@@ -39,8 +39,8 @@ def exact_quotient(a: Size, b: Size) -> Size | None:
 
 
 def expanded(size: Size) -> Size:
-    """The size as a sum of products. Equal sizes are equal expressions then: of `s` rows the last rank has
-    `s - (s + 1) // 2`, and twice as many are the same whether this factor is multiplied out or not."""
+    """The size as a sum of products: `2 * (s - (s + 1) // 2)` becomes `2 * s - 2 * ((s + 1) // 2)`. Equal
+    sizes become equal expressions, by which digits are compared."""
     return size if isinstance(size, int) else _expanded(size)
 
 

@@ -53,7 +53,7 @@ constexpr int PACED = 4096;
 // Pieces of a part that a thread of a team of SIZE adds up at once, so that the latencies of their loads overlap.
 template <int SIZE>
 __device__ constexpr int at_once() {
-    constexpr int LOADS = SIZE == HELPERS ? 8 : 16, PIECES = PART * BN / 8 / SIZE;  // of a thread: at once; in a part
+    constexpr int LOADS = SIZE == HELPERS ? 8 : 16, PIECES = PART * WIDE / SIZE;  // of a thread: at once; in a part
     int count = 1;
     while (2 * count * ARRIVING <= LOADS && 2 * count <= PIECES && PIECES % (2 * count) == 0) count *= 2;
     return count;
