@@ -34,7 +34,7 @@ OWNER_MARGIN = 0.02
 """What owners must save of the time of a tail on every rank. The sum is mostly the same, and its error does
 not count."""
 
-SPLIT_ERROR = 0.05
+SPLIT_ERROR = 0.06
 """`split` has other ops than the other schedules. Where their sizes were not measured, 19 of 20 predicted
 ratios to `unchanged` are no more than this below the measured ones (tests/passes/test_gpu_pricing.py)."""
 

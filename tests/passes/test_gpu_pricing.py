@@ -165,8 +165,9 @@ def test_predicted_ratios_of_split() -> None:
 def test_with_many_tokens_split_saves_and_with_few_it_does_not(
     pricing: GpuPricing, world: int, ratio: float
 ) -> None:
-    """More tokens than before take longer under every schedule. From 4096 on `split` saves; up to 256 it does
-    not. With the longer K on 2 H100 it saves less than a prediction may be wrong by."""
+    """More tokens than before take longer under every schedule. Up to 256 `split` does not save. From 4096 on it
+    does, but with the longer K on 2 GPUs, where matmuls hide the exchange, both take the same."""
+    same = (world, ratio) == (2, 3.5)
     last = dict.fromkeys(LEGAL, 0.0)
     for tokens in (2**i for i in range(15)):
         clusters = layer(tokens, world, padded=max(tokens, world), ratio=ratio)
@@ -176,13 +177,14 @@ def test_with_many_tokens_split_saves_and_with_few_it_does_not(
         last = times
         if tokens <= 256:
             assert times[SPLIT] > times[UNCHANGED]
-        if tokens >= 4096:
+        if tokens >= 4096 and not same:
             assert times[SPLIT] < times[UNCHANGED]
+        if tokens >= 4096 and same:
+            assert times[SPLIT] == pytest.approx(times[UNCHANGED], rel=SPLIT_ERROR)
         taken, told = cheapest(clusters, LEGAL, pricing, {})
         assert told == {name: round(each, 1) for name, each in times.items()}
         assert (taken == SPLIT) <= (times[SPLIT] < (1 - SPLIT_ERROR) * times[UNCHANGED])
-    kind = pricing.predictor.model.gpu.name
-    assert (taken == SPLIT) != ((kind, world, ratio) == ("h100-80gb-hbm3", 2, 3.5))
+    assert (taken == SPLIT) != same
 
 
 def test_padding_is_priced(pricing: GpuPricing) -> None:
@@ -268,7 +270,7 @@ def explained(
     ("tokens", "least", "expected"),
     [
         (4096, 0, SPLIT),
-        (6143, 0, SPLIT),
+        (8191, 0, SPLIT),
         (64, 0, UNCHANGED),
         (4096, 4096, SPLIT),
         (4097, 4096, SPLIT),
@@ -356,4 +358,4 @@ def test_the_report_lists_them() -> None:
     assert re.search(r"\* split +[\d.]+\n", many)
     assert re.search(r"  unchanged +[\d.]+\n", many)
     assert re.search(r"\* every +[\d.]+  each reduction decides for itself: see below\n", few), few
-    assert re.search(r"  split +[\d.]+  it is not predicted to save more than 5%\n", few)
+    assert re.search(r"  split +[\d.]+  it is not predicted to save more than 6%\n", few)
