@@ -165,8 +165,8 @@ def test_predicted_ratios_of_split() -> None:
 def test_with_many_tokens_split_saves_and_with_few_it_does_not(
     pricing: GpuPricing, world: int, ratio: float
 ) -> None:
-    """More tokens than before take longer under every schedule. Up to 256 `split` does not save. From 4096 on it
-    does, but with the longer K on 2 GPUs, where matmuls hide the exchange, both take the same."""
+    """More tokens than before take longer under every schedule. Up to 256 `split` does not save. From 4096 on
+    it does, but with the longer K on 2 GPUs, where matmuls hide the exchange, both take the same."""
     same = (world, ratio) == (2, 3.5)
     last = dict.fromkeys(LEGAL, 0.0)
     for tokens in (2**i for i in range(15)):
