@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,12 +23,28 @@ from autofuse.passes.schedules.schedule import Proof
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class Outcome:
-    """Of comparing the proofs of graphs of one frame, over all calls of these graphs."""
+    """Of comparing the proofs of graphs of one frame, over all calls of these graphs. groups: whose ranks
+    compare them."""
 
+    groups: frozenset[str] = frozenset()
     calls: int = 0
     chosen: bool | None = None
+
+    def __post_init__(self) -> None:
+        _of_all_frames.add(self)
+
+
+_of_all_frames: WeakSet[Outcome] = WeakSet()
+
+
+def forget(group_name: str) -> None:
+    """The ranks of this group compare the proofs of all graphs again: some may have given up where others
+    remember an outcome."""
+    for outcome in list(_of_all_frames):
+        if group_name in outcome.groups:
+            outcome.calls, outcome.chosen = 0, None
 
 
 Outcomes: TypeAlias = dict[Hashable, Outcome]
@@ -72,7 +89,8 @@ class Agreed:
 
     def __call__(self, *args: Any) -> Any:
         if self._outcome is None:
-            self._outcome = self._outcomes.setdefault(self._rests_on(args), Outcome())
+            groups = frozenset(_name(proof.group) for proof in self._proofs)
+            self._outcome = self._outcomes.setdefault(self._rests_on(args), Outcome(groups))
         known = self._outcome
         if known.chosen is None or (self._every and known.calls % self._every == 0):
             known.chosen = self._choose(args)

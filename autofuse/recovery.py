@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed import ProcessGroup
 
+from autofuse import agreeing
 from autofuse.groups import Group, group_name
-from autofuse.lowering import watcher
+from autofuse.lowering import proofs, watcher
 from autofuse.lowering.cpu import workspace as on_cpus
 from autofuse.lowering.cpu.identities import known
 from autofuse.lowering.cpu.rendezvous import VISITS, all_gather, set_visits, visits
@@ -18,6 +19,8 @@ from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.torch_internals import group_store, resolve_group
 from autofuse.warm_up import has_gpus
+
+_VISITS = (*VISITS, proofs.VISITS)
 
 
 def check(group: Group = None) -> None:
@@ -72,13 +75,14 @@ def _reset(meeting: _Meeting) -> None:
     group, store, rank = meeting.group, meeting.store, meeting.rank
     gpus = _gpus() if has_triton() else None
     made = gpus is not None and gpus.made_of(group) is not None
-    mine = [made, *(visits(store, key, rank) for key in VISITS)]
+    mine = [made, *(visits(store, key, rank) for key in _VISITS)]
     told = [json.loads(each) for each in meeting.all_gather(json.dumps(mine))]
     made_by, *counts = zip(*told, strict=True)
-    for key, of_ranks in zip(VISITS, counts, strict=True):
+    for key, of_ranks in zip(_VISITS, counts, strict=True):
         # Ranks that gave up before the group had met have visited the store more often than others.
         set_visits(store, key, rank, max(of_ranks))
     on_cpus.forget(group)
+    agreeing.forget(group.group_name)
     if gpus is not None:
         if all(made_by):
             gpus.reset(group, meeting.number, meeting.all_gather)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +16,7 @@ from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.torch_internals import group_store, resolve_group
 
 VISITS = "autofuse/proofs"
+"""As `rendezvous.VISITS`, of the visits to compare proofs of graphs."""
 
 UNPROVEN = "unproven"
 """In place of a proof: this rank has none, and compares that with what the others have."""
@@ -24,7 +26,7 @@ _agreed: WeakKeyDictionary[Workspace, dict[tuple[str, str], bool]] = WeakKeyDict
 
 def exchange(group: str | ProcessGroup, text: str) -> list[str]:
     """The texts of all ranks of the group, which all call this. RuntimeError for ranks that do not come in
-    time."""
+    time; one that comes later does not find us, so that it waits, too, and fails as well."""
     group = resolve_group(group)
     if dist.get_backend(group) == "fake":
         return [text] * group.size()
@@ -32,7 +34,12 @@ def exchange(group: str | ProcessGroup, text: str) -> list[str]:
     limit = limit_s(default_limit_s(group, torch.device("cpu")))
     prefix = f"{VISITS}/{visit(store, VISITS, rank)}"
     purpose = "to compare what the schedules of their graphs rest on"
-    return all_gather(store, prefix, rank, [None] * group.size(), text, limit, None, purpose)
+    try:
+        return all_gather(store, prefix, rank, [None] * group.size(), text, limit, None, purpose)
+    except BaseException:
+        with suppress(RuntimeError):
+            store.delete_key(f"{prefix}/{rank}")
+        raise
 
 
 def agreed(group_name: str, call: str, proof: str) -> bool:

@@ -10,6 +10,7 @@ hands out AG(x). Such a reduction is fused before the gather, which otherwise co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from torch import fx
@@ -17,6 +18,7 @@ from torch import fx
 from .choice.choose import Symbols, saved_us
 from .graph.anchors import Anchor
 from .graph.follow import SPLITS, aten, is_cast, is_view
+from .graph.layout import Size, exact_quotient, prod, same_size
 from .matchers.contractions import is_contraction
 from .matchers.match import Match
 from .matchers.product import is_stage
@@ -27,6 +29,9 @@ Shared: TypeAlias = dict[int, dict[int, frozenset[fx.Node]]]
 
 Find: TypeAlias = Callable[[int, frozenset[fx.Node]], "tuple[Match, int] | None"]
 """The legal match of a site whose all_gather leaves given matmuls to reductions, and its number of ranks."""
+
+TYPICAL = 4096
+"""In predictions, a size that ranks may not have in common, if no other stands for it."""
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 _JOINS = (aten.cat.default, aten.stack.default)
@@ -98,15 +103,21 @@ def _reduction_first(
 ) -> bool:
     """Whether the reduction takes the matmuls, `left` by gathers."""
 
-    def saved(i: int, taken: frozenset[fx.Node]) -> float | None:
-        found = find(i, taken)
-        return 0.0 if found is None else saved_us(anchors[i], *found, settings, symbols)
-
     own = find(reduction, frozenset())
     if own is None:
         return False
     if settings.policy != "auto" and all(find(g, taken) is not None for g, taken in left.items()):
         return True
+    whole = [found[0].work.matmuls for g in left if (found := find(g, frozenset())) is not None]
+    inner, columns = _shared_sizes(own[0].work.matmuls, next(filter(None, whole), ()))
+
+    def saved(i: int, taken: frozenset[fx.Node]) -> float | None:
+        found = find(i, taken)
+        if found is None:
+            return 0.0
+        match = with_common_sizes(anchors[i], found[0], inner if i == reduction else columns)
+        return saved_us(anchors[i], match, found[1], settings, symbols)
+
     gains = [
         saved(reduction, frozenset()),
         *(saved(g, taken) for g, taken in left.items()),
@@ -116,3 +127,32 @@ def _reduction_first(
     if len(known) < len(gains):
         return True
     return sum(known[: 1 + len(left)]) >= sum(known[1 + len(left) :])
+
+
+def _shared_sizes(
+    reduced: Sequence[tuple[Size, Size, Size]], gathered: Sequence[tuple[Size, Size, Size]]
+) -> tuple[Size, Size]:
+    """The contracted size and the columns of the matmul between a gather and a reduction, whose sizes all
+    ranks have in common. The gathered tensor may be the second operand of the matmul."""
+    if not reduced or not gathered:
+        return TYPICAL, TYPICAL
+    (m, _, n), (rows, inner, _) = reduced[0], gathered[0]
+    return inner, m if same_size(rows, n) else n
+
+
+def with_common_sizes(anchor: Anchor, match: Match, other: Size = TYPICAL) -> Match:
+    """The match for a prediction that chooses between ops: that must be the same on all ranks.
+
+    `other` is in place of the sizes that a rank may have of its own, which may be symbols on one rank alone:
+    the columns of what multiplies a gathered tensor, else the contracted size.
+    """
+    work = match.work
+    if match.pattern == "all_gather_matmul":
+        return replace(match, work=replace(work, matmuls=tuple((m, k, other) for m, k, _ in work.matmuls)))
+    if not work.matmuls:
+        return match
+    m, _, n = work.matmuls[0]
+    # The rows of experts are a rank's own, too, but not the rows that they are added up to.
+    rows = exact_quotient(prod(match.shapes.known(anchor.input)), n)
+    matmuls = ((m if rows is None else rows, other, n),) * len(work.matmuls)
+    return replace(match, work=replace(work, matmuls=matmuls, count=1, bytes_kept=0))

@@ -21,13 +21,13 @@ from autofuse.lowering.runs import SiteKey
 from autofuse.lowering.torch_internals import group_world
 
 from . import opaque
-from .between import fusing_order
+from .between import fusing_order, with_common_sizes
 from .choice.choose import Symbols, choose, saved_us, symbols_of
 from .foreach import split_foreach
 from .gathered_once import gather_once
 from .graph.anchors import Anchor, find_anchors, group_of, is_fused_op
 from .graph.emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_views
-from .graph.follow import WAIT
+from .graph.follow import WAIT, aten
 from .graph.functional import arguments
 from .graph.listing import listing, owners_of, tie, tie_merged
 from .legality import check_match, check_metadata, check_place, group_size
@@ -39,6 +39,7 @@ from .pieces import forward_pieces
 from .plan_shape import plan_shape
 from .reasons import Reason, Reject
 from .report import GraphReport, Listing, Prediction, Site, listening
+from .returned import Returned
 from .schedules.layouts import UNKNOWN, Layouts
 from .schedules.schedule import AUTO, WITH_TAILS, Basis, Prover, fixed
 from .schedules.search import Search
@@ -103,6 +104,7 @@ def fuse(
     listens = listening()
     before = _shown(graph, basis) if listens else Listing()
     start = time.perf_counter()
+    returned = Returned(graph)
     if settings.policy != "never":
         narrow_collectives(graph)
         forward_pieces(graph)
@@ -157,6 +159,7 @@ def fuse(
         sites = [
             _finished(site, keys.get(i), tails.get(ops.get(i))) for i, site in zip(own, sites, strict=True)
         ]
+    returned.keep_apart()
     seconds = time.perf_counter() - start
     after = _shown(graph, basis) if listens else Listing()
     before, after = tie(before, after, changed, collectives)
@@ -248,11 +251,13 @@ def _find(
 def _best(
     anchor: Anchor, legal: Sequence[Match], world: int, settings: Settings, symbols: Symbols
 ) -> tuple[Match, str]:
-    """The match that is predicted to save most, the first of several; what it is taken instead of."""
+    """The match that is predicted to save most, the first of several; what it is taken instead of. Predicted
+    for sizes that all ranks have in common."""
     first, *others = legal
     if not others:
         return first, ""
-    saved = [saved_us(anchor, match, world, settings, symbols) or 0.0 for match in legal]
+    common = [with_common_sizes(anchor, match) for match in legal]
+    saved = [saved_us(anchor, match, world, settings, symbols) or 0.0 for match in common]
     best = saved.index(max(saved))
     text = ", ".join(f"{match.pattern} {us:.1f} us" for match, us in zip(legal, saved, strict=True))
     return legal[best], f"predicted to save: {text}"
@@ -282,7 +287,8 @@ def _reader_of_unread(anchor: Anchor) -> fx.Node | None:
     """A reader of a result that this rank does not read. Its peers may read theirs and wait for this rank: a
     wait has side effects, so that the fused op is not erased."""
     results = anchor.results
-    if any(user not in results for result in results for user in result.users):
+    readers = (user for result in results for user in result.users if user not in results)
+    if any(reader.target is not aten.sym_size.int for reader in readers):  # a size is taken from another node
         return None
     held = results[0]
     with held.graph.inserting_after(held):

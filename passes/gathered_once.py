@@ -5,7 +5,9 @@ AG(x) @ v, AG(x)^T @ w        dgrad and wgrad, where a program gathers for each 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -16,8 +18,8 @@ from .matchers.match import Match
 from .merge import same_value
 
 NEAR = 2
-"""How many collectives later the other one may be. Programs gather anew far behind, such as in a backward,
-in order not to hold what was gathered."""
+"""How many collectives of the group later the other one may be. Programs gather anew far behind, such as in a
+backward, in order not to hold what was gathered."""
 
 
 def gather_once(anchors: Sequence[Anchor], find: Callable[[int], tuple[Match, int] | None]) -> dict[int, int]:
@@ -28,10 +30,15 @@ def gather_once(anchors: Sequence[Anchor], find: Callable[[int], tuple[Match, in
     """
     first: list[int] = []
     again: dict[int, int] = {}
+    seen = Counter[Any]()  # collectives, by group
+    numbers: list[int] = []
     for i, anchor in enumerate(anchors):
+        seen[anchor.group] += 1
+        numbers.append(seen[anchor.group])
         if anchor.kind != "all_gather" or not anchor.waits:
             continue
-        earlier = next((j for j in first if i - j <= NEAR and _is_again(anchor, anchors[j])), None)
+        near = (j for j in first if anchors[j].group == anchor.group and numbers[i] - numbers[j] <= NEAR)
+        earlier = next((j for j in near if _is_again(anchor, anchors[j])), None)
         if earlier is None:
             first.append(i)
             continue

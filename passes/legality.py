@@ -106,10 +106,31 @@ def _check_sequence(node: fx.Node, match: Match) -> Reject | None:
         between = collective_between(user, node) if user < node else None
         if between is not None:
             return Reject(Reason.EXTRA_USERS, f"{user.name} reads the product before {between.name}")
+    reader = _early_above(match)
+    if reader is not None:
+        return Reject(Reason.EXTRA_USERS, f"{reader.name} reads the product, and leads to an input of the op")
     for entry in match.inputs:
         above = collective_above(entry, node) if node < entry else None
         if above is not None:
             return Reject(Reason.EXTRA_USERS, f"{entry.name} depends on the later collective {above.name}")
+    return None
+
+
+def _early_above(match: Match) -> fx.Node | None:
+    """A reader of an output of the fused op that an input of the op is computed from; None if there is
+    none."""
+    if not match.early:
+        return None
+    first, early = min(match.early), set(match.early)
+    seen: set[fx.Node] = set()
+    work = list(match.inputs)
+    while work:
+        node = work.pop()
+        if node in early:
+            return node
+        if node not in seen and first < node:
+            seen.add(node)
+            work.extend(node.all_input_nodes)
     return None
 
 

@@ -36,7 +36,10 @@ _REDUCTIONS = (
 )
 _GATHER = torch.ops.autofuse.all_gather_matmul.default
 _WIDE = (torch.float32, torch.bfloat16)
-_PLAIN, _WIDENED = ("mm", "addmm %0"), "mm; to float32"
+_PLAIN = re.compile(r"(mm|addmm %0)(; add %\d+)*")
+"""Matmuls and what is added to them: one rank may add a bias of its own."""
+_WIDENED = re.compile(rf"{_PLAIN.pattern}; to float32(; add %\d+)*")
+_ADDED = re.compile(r"; add %(\d+)$")
 _ROWS = re.compile(r"grouped\b(?!.*; (add|sub) ).*; (sum|fold) ")
 """Products that add up the rows of experts, and nothing else yet."""
 
@@ -122,13 +125,14 @@ def _merge_sum(summands: Sequence[fx.Node]) -> None:
         summand = summand_of(node, is_fused)
         op = None if summand is None else _mergeable(summand)
         if summand is not None and op is not None:
-            place = op.args[4:-6]  # reduce op, dim, outer, keep
-            kind = op.target, op.args[3] == _WIDENED
+            # Nothing that one rank may have alone: what it adds, or a reader of its product.
+            place = op.args[4:-7]  # reduce op, dim, outer
+            kind = op.target, _WIDENED.fullmatch(str(op.args[3])) is not None
             groups.setdefault((*kind, *place, op.args[-3], *summand.key), []).append(summand)
     for group in groups.values():
         rows = [term for term in group if _adds_rows(_op(term))]
         terms = [term for term in group if term not in rows]
-        if rows and all(_op(term).args[3] == "mm" for term in terms):
+        if rows:
             terms.append(rows[0])  # an op adds up the rows of one layer
         if len(terms) > 1:
             _rewrite_sum(sorted(terms, key=_op))
@@ -149,16 +153,19 @@ def _op(summand: Summand) -> fx.Node:
 
 
 def _mergeable(summand: Summand) -> fx.Node | None:
-    """The op that reduces a summand, if its product can be merged and nobody else reads that."""
+    """The op that reduces a summand, if its product can be merged."""
     op = _op(summand)
-    if op.target not in _REDUCTIONS or list(op.users) != [summand.item] or summand.item.args[1] != 0:
+    if op.target not in _REDUCTIONS or summand.item.args[1] != 0:
         return None
-    is_one = op.args[3] == _WIDENED and len(op.args[0]) == 1
-    return op if op.args[3] in _PLAIN or is_one or _adds_rows(op) else None
+    if any(user is not summand.item for user in op.users) and (_adds_rows(op) or not op.args[-7]):
+        return None
+    product = str(op.args[3])
+    is_one = _WIDENED.fullmatch(product) is not None and len(op.args[0]) == 1
+    return op if _PLAIN.fullmatch(product) or is_one or _adds_rows(op) else None
 
 
 def _adds_rows(op: fx.Node) -> bool:
-    return _ROWS.match(str(op.args[3])) is not None
+    return _ROWS.match(_ADDED.sub("", str(op.args[3]))) is not None
 
 
 def _rewrite_sum(terms: Sequence[Summand]) -> None:
@@ -166,17 +173,23 @@ def _rewrite_sum(terms: Sequence[Summand]) -> None:
     *others, last = terms
     last_op = _op(last)
     emitter = Emitter(last_op, Shapes())
-    main = next((op for op in map(_op, terms) if _adds_rows(op)), last_op)
-    if main.args[3] in _PLAIN:
-        ops = sorted(map(_op, terms), key=lambda op: op.args[3] == "mm")  # an addmm comes first
-        x, w, operands = ([entry for op in ops for entry in op.args[i]] for i in range(3))
-        product = "; ".join([str(ops[0].args[3]), *(f"add %{i}" for i in range(1, len(operands)))])
+    ops = list(map(_op, terms))
+    apart = {op: _hand_out(op) for op in ops if len(op.users) > 1}
+    main = next((op for op in ops if _adds_rows(op)), next((op for op in ops if op not in apart), last_op))
+    if _PLAIN.fullmatch(str(main.args[3])):
+        inside = [op for op in ops if op is main or op not in apart]
+        inside.sort(key=lambda op: not str(op.args[3]).startswith("addmm"))  # an addmm comes first
+        x, w, operands = ([entry for op in inside for entry in op.args[i]] for i in range(3))
+        operands += [product for op, product in apart.items() if op is not main]
+        first = str(inside[0].args[3]).partition(";")[0]
+        product = "; ".join([first, *(f"add %{i}" for i in range(first != "mm", len(operands)))])
     else:
         x, w, given, product = main.args[:4]
-        added = [_multiplied(emitter, op) for op in map(_op, terms) if op is not main]
-        operands, product = [*given, _total(emitter, added)], f"{product}; add %{len(given)}"
-    site = "+".join(dict.fromkeys(str(_op(t).args[-1]) for t in terms))
-    fused = emitter.call(last_op.target, x, w, operands, product, *last_op.args[4:-1], site)
+        added = [apart.get(op) or _multiplied(emitter, op) for op in ops if op is not main]
+        operands, product = _added(emitter, list(given), str(product), _total(emitter, added))
+    site = "+".join(dict.fromkeys(str(op.args[-1]) for op in ops))
+    place, rest = last_op.args[4:-7], last_op.args[-6:-1]
+    fused = emitter.call(last_op.target, x, w, operands, product, *place, False, *rest, site)
     last.item.replace_all_uses_with(emitter.item(fused, 0))
     for term in others:
         _remove(term.node)
@@ -203,13 +216,43 @@ def _remove(summand: fx.Node) -> None:
         erase_unused([node])
 
 
+def _hand_out(op: fx.Node) -> fx.Node:
+    """The product of an op by torch, for its readers."""
+    product = _multiplied(Emitter(op, Shapes()), op)
+    for item in [user for user in op.users if user.args[1] == 1]:
+        item.replace_all_uses_with(product)
+        erase_unused([item])
+    return product
+
+
+def _added(
+    emitter: Emitter, operands: list[fx.Node], product: str, value: fx.Node
+) -> tuple[list[fx.Node], str]:
+    """Operands and text of a product to which a value is added, too."""
+    last = _ADDED.search(product)
+    if last is None or not _ROWS.match(_ADDED.sub("", product)):
+        return [*operands, value], f"{product}; add %{len(operands)}"
+    index = int(last[1])
+    return [*operands, _total(emitter, [operands[index], value])], _ADDED.sub(
+        f"; add %{len(operands)}", product
+    )
+
+
 def _multiplied(emitter: Emitter, op: fx.Node) -> fx.Node:
-    """The product of an op, a sum of matmuls, by torch."""
+    """The product of an op, a sum of matmuls with what is added, by torch."""
+    operands, text = op.args[2:4]
+    first, *stages = str(text).split("; ")
     products = [emitter.call(aten.mm.default, x, w) for x, w in zip(*op.args[:2], strict=True)]
+    if first != "mm":
+        x, w = op.args[0][0], op.args[1][0]
+        products[0] = emitter.call(aten.addmm.default, operands[0], x, w)
     product = _total(emitter, products)
-    if op.args[3] != _WIDENED:
-        return product
-    return emitter.call(torch.ops.prims.convert_element_type.default, product, torch.float32)
+    for stage in stages:
+        if stage == "to float32":
+            product = emitter.call(torch.ops.prims.convert_element_type.default, product, torch.float32)
+        else:
+            product = _total(emitter, [product, operands[int(stage.removeprefix("add %"))]])
+    return product
 
 
 def _total(emitter: Emitter, values: Sequence[fx.Node]) -> fx.Node:

@@ -1,10 +1,13 @@
 """Moves casts to the side of a collective where fewer bytes travel; the bits of the result stay the same.
 
-An all_gather, an all_to_all and a broadcast move values as they are. With views between, and rows that an
-index chooses or puts into an empty tensor:
+An all_gather and an all_to_all move values as they are. With views between, and rows that an index chooses or
+puts into an empty tensor:
 
     narrow(gather(x)) = gather(narrow(x))      where everyone who reads the gathered tensor casts it
     gather(widen(x)) = widen(gather(x))        the gradient of the former, and products in a wider dtype
+
+A broadcast stays: the source may make what it sends in another way than the others make their buffers, and
+need not read the result.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from .graph.follow import (
 from .graph.permutation import is_permutation
 from .matchers.placement import is_blank, makes_blank, row_index
 
-_MOVING = ("all_gather", "all_to_all", "broadcast")
+_MOVING = ("all_gather", "all_to_all")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CAST = prims.convert_element_type.default
 _JOINS = {aten.cat.default, aten.stack.default}

@@ -69,6 +69,8 @@ class StandIn:
     source: fx.Node
     splits: list[list[object]]
     """Of an all_to_all: the sizes that the arguments give."""
+    first: fx.Node
+    """The input of the collective: the source, or a permute of it."""
     node: fx.Node
     """The functional collective."""
     wait: fx.Node
@@ -167,7 +169,7 @@ def _stand_in(node: fx.Node, opaque: Opaque) -> StandIn:
     node.replace_all_uses_with(result)
     call_of = (node.target, node.args, dict(node.kwargs), dict(node.meta))
     graph.erase_node(node)
-    return StandIn(*call_of, source, splits, collective, wait, order, length)
+    return StandIn(*call_of, source, splits, first, collective, wait, order, length)
 
 
 def _can_be_read(node: fx.Node, opaque: Opaque) -> bool:
@@ -198,7 +200,7 @@ def _put_back(it: StandIn) -> None:
     source = it.node.args[0]
     if permuted:
         assert isinstance(source, fx.Node)
-        source = source.args[0]
+        source = source.args[0] if source is it.first else _moved_back(source, it)
     # Rewrites of other sites may have replaced the source and the sizes.
     now: dict[fx.Node, Any] = {it.source: source}
     sizes: Sequence[Any] = it.node.args[1 : 1 + len(it.splits)]
@@ -219,6 +221,16 @@ def _put_back(it: StandIn) -> None:
     # A rewrite of another site may read the wait itself, before the permute.
     it.wait.replace_all_uses_with(moved)
     erase_unused([it.wait, *([moved] if permuted else [])])
+
+
+def _moved_back(source: fx.Node, it: StandIn) -> fx.Node:
+    """The input of the user-defined op, where a rewrite of another site gave the collective a tensor that is
+    permuted already."""
+    inverse = sorted(it.order, key=it.order.__getitem__)
+    val = tensor(source)
+    assert val is not None
+    with it.node.graph.inserting_before(it.node):
+        return _call(it.node.graph, it.meta, val.permute(inverse), aten.permute.default, source, inverse)
 
 
 def _undoes(permute: fx.Node, order: list[int]) -> bool:

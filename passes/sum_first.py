@@ -2,9 +2,10 @@
 
     sum(view(AR(y)), dims) = AR(sum(view(y), dims))
 
-An all_reduce adds element by element, so views may lie in between. Llama-4 of Hugging Face reduces what every
-expert has for every token, and adds up the experts then. In float16 nothing moves: what one rank adds may
-exceed its range, although the sums over the ranks do not.
+An all_reduce adds element by element, so views of the whole result may lie in between. A view of a part may
+not: ranks may take different parts. Llama-4 of Hugging Face reduces what every expert has for every token,
+and adds up the experts then. In float16 nothing moves: what one rank adds may exceed its range, although the
+sums over the ranks do not.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from torch import fx
 
 from .graph.anchors import Anchor, find_anchors
 from .graph.emit import Emitter, erase_unused
-from .graph.follow import WAIT, Shapes, aten, dtype_of, is_view
+from .graph.follow import SPLITS, WAIT, Shapes, aten, dtype_of, is_view
 from .graph.layout import exact_quotient, prod
 
 _SUM = aten.sum.dim_IntList
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+_TAKES_A_PART = {aten.select.int, aten.slice.Tensor, *SPLITS}
 
 
 def sum_first(graph: fx.Graph) -> None:
@@ -42,7 +44,8 @@ def _steps(anchor: Anchor) -> list[fx.Node]:
         if user.target is _SUM and user.args[0] is node:
             kept = dtype_of(user) == dtype_of(node) and dtype_of(node) in _DTYPES
             return [*steps, user] if kept and _is_smaller(user, anchor.input) else []
-        if not (user.target is WAIT or (is_view(user) and user.args[0] is node)):
+        is_whole = is_view(user) and user.args[0] is node and user.target not in _TAKES_A_PART
+        if not (user.target is WAIT or is_whole):
             return []
         steps += [] if user.target is WAIT else [user]
         node = user

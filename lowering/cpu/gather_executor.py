@@ -68,7 +68,7 @@ def partition(part: Sequence[int], itemsize: int, dim: int, outer: int, world: i
         )
     rows, columns = part
     cut = Cut.even(part[dim] * world, world, outer)
-    late = dim == 1 or cut.inner < FEW_ROWS
+    late = dim == 1 or cut.inner < FEW_ROWS or columns == 0  # of which the plan has no tiles
     tiles = max(1, min(4, rows * columns * itemsize // TILE_BYTES, part[dim] // TILE_EDGE))
     block = (cut.block(tiles), max(1, columns)) if dim == 0 else (max(1, rows), cut.block(tiles))
     chunks = ((rows, columns),) * world

@@ -31,7 +31,8 @@ def run_sliced_update(args: ReduceScatterUpdateAllGather) -> Tensor:
     step = _Step(args, workspace)
     for piece, shape in enumerate(piece_shapes(OP, args.order, args.buckets)):
         recipe = recipe_of(shape, workspace.rank)
-        key = f"{tuple(args.grad.shape)} {args.reduce_op} {args.gathered}, {recipe.agreement}"
+        given = f"{args.grad.dtype} {tuple(args.grad.shape)} {args.reduce_op} {args.gathered}"
+        key = f"{given}, {recipe.agreement}"
         with workspace.call(OP, args.site, key, recipe.outbox.end) as call:
             step.piece(call, piece, recipe)
     return step.finish()

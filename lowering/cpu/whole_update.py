@@ -36,7 +36,7 @@ WIDTH = 4  # bytes of an element of states and sums, and between those of gradie
 def run_whole_update(args: AllReduceUpdate) -> tuple[Tensor, Tensor]:
     """The op. States are float32; gradients and parameters have any dtype of the kernels."""
     workspace, buckets = workspace_for(args.group_name), args.buckets
-    given = f"{_named(tuple(g.shape for g in args.grads))} {args.reduce_op}"
+    given = f"{_named(tuple((g.shape, g.dtype) for g in args.grads))} {args.reduce_op}"
     two_phases = args.limits is not None or RULES[args.rule].by_norms
     with scratch(workspace, buckets.offsets[-1]) if two_phases else nullcontext() as kept:
         step = _Step(args, workspace, buckets, kept)
@@ -48,8 +48,8 @@ def run_whole_update(args: AllReduceUpdate) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=256)
-def _named(shapes: tuple[torch.Size, ...]) -> str:
-    return " ".join(str(tuple(shape)) for shape in shapes)
+def _named(grads: tuple[tuple[torch.Size, torch.dtype], ...]) -> str:
+    return " ".join(f"{dtype} {tuple(shape)}" for shape, dtype in grads)
 
 
 class _Step:

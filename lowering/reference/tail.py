@@ -131,7 +131,8 @@ def tail_reference(value: Tensor, operands: Sequence[Tensor], tail: str) -> list
         kept += more
     for t in kept:
         results.append(t.clone() if any(t is other for other in results) else t)
-    return results
+    # Row-major, as kernels store them. A pointwise op of torch takes the strides of an operand.
+    return [t.contiguous() for t in results]
 
 
 def steps(

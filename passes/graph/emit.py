@@ -231,8 +231,9 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 
 def order_nodes(graph: fx.Graph) -> None:
-    """Move nodes up where needed, so that every node stands after its inputs."""
+    """Move nodes up where needed, so that every node stands after its inputs. RuntimeError on a cycle."""
     done: set[fx.Node] = set()
+    entered: set[fx.Node] = set()
     ordered: list[fx.Node] = []
     for root in list(graph.nodes):
         stack = [root]
@@ -244,7 +245,10 @@ def order_nodes(graph: fx.Graph) -> None:
                 if node not in done:
                     done.add(node)
                     ordered.append(node)
+            elif node in entered:  # its inputs were ordered, as far as they do not depend on it
+                raise RuntimeError(f"{node.name} is computed from itself")
             else:
+                entered.add(node)
                 stack.extend(reversed(missing))
     last = None
     for node in ordered:

@@ -11,30 +11,25 @@ from .anchors import Anchor, is_collective
 
 def between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
     """The nodes on all paths from `below` (excluded) to `n` (included)."""
-    leads: dict[fx.Node, bool] = {below: True}
-
-    def visit(node: fx.Node) -> bool:
-        if node not in leads:
-            leads[node] = below < node and any(list(map(visit, node.all_input_nodes)))
-        return leads[node]
-
-    visit(n)
-    return frozenset(node for node, hit in leads.items() if hit) - {below}
+    above = {n, *_above(n, below)}
+    return frozenset(above & all_below([below]))
 
 
 def depends_on(anchor: Anchor, nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """The first of `nodes` that is computed from the result of the collective; None if there is none."""
-    seen: set[fx.Node] = set()
+    """The first of `nodes` that is the collective or computed from its result; None if there is none."""
+    first = anchor.node
+    return next((n for n in nodes if n is first or first in _above(n, first)), None)
 
-    def reaches(node: fx.Node) -> bool:
-        if node is anchor.node:
-            return True
-        if node in seen or node < anchor.node:
-            return False
-        seen.add(node)
-        return any(reaches(i) for i in node.all_input_nodes)
 
-    return next((n for n in nodes if reaches(n)), None)
+def _above(n: fx.Node, first: fx.Node) -> set[fx.Node]:
+    """The nodes that `n` is computed from, from `first` on in the order of the graph."""
+    found: set[fx.Node] = set()
+    work = [n]
+    while work:
+        new = [i for i in work.pop().all_input_nodes if i not in found and not i < first]
+        found.update(new)
+        work += new
+    return found
 
 
 def all_below(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -19,6 +19,7 @@ from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, tensor
 from autofuse.passes.graph.layout import Cut, Layout, Size, prod, same_size
+from autofuse.passes.graph.paths import all_below
 from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import Product
@@ -69,6 +70,10 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
     inner = context.shapes.known(found.x[0])[-1]
     inputs = (*found.x, *found.w, *found.bias, *(n for o in found.operands for n in o.nodes), found.offsets)
     more = placement.inputs if placement else ()
+    below = all_below(head for head, _ in found.heads) if early else ()
+    if any(n in below for n in inputs):
+        # Readers of a product will read the fused op, which would then be computed from itself.
+        return Reject(Reason.EXTRA_USERS, f"{early[0].name} reads the product, and so does another expert")
     terms = len(found.x) // max(1, found.listed)
     return Match(
         PATTERN,

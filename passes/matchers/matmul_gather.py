@@ -24,7 +24,7 @@ from autofuse.passes.graph.layout import Digit, Layout, Size, compose, exact_quo
 from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import ROWS, Product
-from .match import Context, Found, Match, Work, check_dtype, values
+from .match import Context, Found, Match, Work, check_dtype, replace_result, values
 from .operands import materialise, two_dimensional
 from .product import extra_users, hand_out_product, match_product
 from .readers import Reader, find_cast_readers, reread
@@ -266,3 +266,6 @@ def _rewrite(
     if cast is not None:
         whole = emitter.call(torch.ops.prims.convert_element_type.default, whole, cast)
     reread(emitter, whole, layout, views)
+    if not views:
+        # This rank does not read the result, but its peers may: what holds the collective holds the fused op.
+        replace_result(emitter, anchor, whole)

@@ -10,7 +10,7 @@ from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
-from autofuse.passes.graph.layout import same_size
+from autofuse.passes.graph.layout import same_shape, same_size
 from autofuse.passes.graph.permutation import is_permutation
 from autofuse.passes.graph.row_numbers import FROM_EITHER_END, from_start
 from autofuse.passes.reasons import Reason, Reject
@@ -66,7 +66,7 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
         if dim != 0 or put.kwargs.get("alpha", 1) != 1:
             return None
         if put.target is not aten.index_add.default:
-            index = repeated_index(index)
+            index = repeated_index(index, rows)  # of every row and column
     if not is_blank(base) or (adds and base.target in _EMPTY):
         return None
     if not isinstance(rows, fx.Node) or not _is_index(index):
@@ -106,7 +106,9 @@ def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
         dim, index = node.args[1:3]
         if dim != 0:
             return None
-        index = repeated_index(index) if node.target is aten.gather.default else index
+        if node.target is aten.gather.default:
+            whole = same_shape(shapes.known(node)[1:], (shapes.of(rows) or ())[1:])
+            index = repeated_index(index, node) if whole else None
     if not isinstance(rows, fx.Node) or not _is_index(index):
         return None
     assert isinstance(index, fx.Node)
@@ -131,9 +133,11 @@ def row_index(indices: object) -> object:
     return indices[0] if isinstance(indices, (list, tuple)) and len(indices) == 1 else None
 
 
-def repeated_index(index: object) -> fx.Node | None:
-    """The vector that an index of `[rows, N]` repeats along its columns."""
+def repeated_index(index: object, moved: object) -> fx.Node | None:
+    """The vector that an index repeats along its columns, if its shape is that of what it moves."""
     if not isinstance(index, fx.Node) or index.target is not aten.expand.default:
+        return None
+    if not Shapes().alike(index, moved):
         return None
     column = index.args[0]
     val = tensor(column)

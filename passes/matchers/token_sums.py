@@ -160,7 +160,7 @@ def _put(n: fx.Node) -> tuple[object, object, object]:
     base, dim, index, rows = n.args[:4]
     if dim != 0 or argument(n, 4, "alpha", 1) != 1:
         return base, None, None
-    return base, rows, repeated_index(index) if n.target is aten.scatter_add.default else index
+    return base, rows, repeated_index(index, rows) if n.target is aten.scatter_add.default else index
 
 
 def _as_tokens(found: Product, n: fx.Node, tokens: Size, shapes: Shapes) -> Product | Reject:

@@ -222,6 +222,13 @@ def _only(of: Polynomial, *keys: tuple[str, ...]) -> list[Coefficient]:
     return [of.get(key, 0.0) for key in keys]
 
 
+def _divided(a: Coefficient, b: Coefficient) -> Coefficient:
+    """a / b; NotARule where a number that the program computes, such as a rate, could be a divisor of 0."""
+    found = sympy.cancel(a / b) if isinstance(a / b, sympy.Expr) and (a / b).free_symbols else a / b
+    _need(not sympy.fraction(found)[1].free_symbols, f"a decay of {found}")
+    return found
+
+
 def _need(holds: bool, why: str) -> None:
     if not holds:
         raise NotARule(why)
@@ -289,7 +296,7 @@ def _sgd(left: dict[fx.Node, Polynomial]) -> Known:
         ((p, of),) = left.items()
         keep, step = _only(of, (f"old {p.name}",), ("g",))
         _need(step != 0, "the parameter does not depend on the sum")
-        return "sgd", [p], (-step, (keep - 1) / step, *(0.0,) * 8, 1.0, 0.0)
+        return "sgd", [p], (-step, _divided(keep - 1, step), *(0.0,) * 8, 1.0, 0.0)
     _need(len(left) == 2, f"{len(left)} tensors change")
     found = [n for n, of in left.items() for o in left if o is not n and (f"new {o.name}",) in of]
     _need(len(found) == 1, "no tensor changes by another")
@@ -298,7 +305,7 @@ def _sgd(left: dict[fx.Node, Polynomial]) -> Known:
     old_p, old_m = f"old {p.name}", f"old {m.name}"
     m_keep, take, decayed = _only(left[m], (old_m,), ("g",), (old_p,))
     _need(take != 0, "the momentum does not depend on the sum")
-    decay = decayed / take
+    decay = _divided(decayed, take)
     keep, of_g, of_m = _only(left[p], (old_p,), ("g",), (f"new {m.name}",))
     _need(equal(keep, 1.0 + of_g * decay), "a decay that is in no gradient")
     return "momentum", [p, m], (1.0, decay, m_keep, take, -of_g, -of_m, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)

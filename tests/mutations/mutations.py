@@ -57,17 +57,17 @@ PASSES = (
         (*_of("passes", "graphs"), *PROGRAMS),
     ),
     Mutation(
-        "a sum is merged though its product is read besides",
+        "a sum is merged though a reader of its parts stays",
         "merge.py",
-        "if op.target not in _REDUCTIONS or list(op.users) != [summand.item] or summand.item.args[1] != 0:",
-        "if op.target not in _REDUCTIONS or summand.item.args[1] != 0:",
+        "if any(user is not summand.item for user in op.users) and (_adds_rows(op) or not op.args[-7]):",
+        "if False:",
         (*_of("passes", "graphs"), *PROGRAMS),
     ),
     Mutation(
         "the bias of merged terms goes to the wrong term",
         "merge.py",
-        'key=lambda op: op.args[3] == "mm")',
-        'key=lambda op: op.args[3] != "mm")',
+        'inside.sort(key=lambda op: not str(op.args[3]).startswith("addmm"))',
+        'inside.sort(key=lambda op: str(op.args[3]).startswith("addmm"))',
         (*_of("passes", "graphs"), *PROGRAMS),
     ),
     Mutation(
@@ -87,7 +87,7 @@ PASSES = (
     Mutation(
         "a product that is widened is merged with one that is not",
         "merge.py",
-        "kind = op.target, op.args[3] == _WIDENED",
+        "kind = op.target, _WIDENED.fullmatch(str(op.args[3])) is not None",
         "kind = (op.target,)",
         _of("passes", "graphs"),
     ),
@@ -432,7 +432,7 @@ PROTOCOL = (
     Mutation(
         "a reset forgets nothing that ranks have agreed on",
         "workspace.py",
-        "for known in (self._kernels, self._entered, self._compared):",
+        "for known in (self._kernels, self._entered, self._compared, self._parts):",
         "for known in (self._kernels, self._entered):",
         (*_of("workspace", "gpu_failures"), *_of("workspace", "gpu_enter")),
     ),

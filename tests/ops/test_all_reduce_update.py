@@ -22,7 +22,7 @@ from autofuse.lowering.update_rules import (
     sgd_terms,
     trust,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, fresh_group
 
 Ranks = Callable[[int], RankPool]
 OP = "all_reduce_update"
@@ -131,3 +131,22 @@ def test_trust_as_division_has_it() -> None:
     assert math.isnan(trust(row, 0.0, 0.0))
     assert trust([1.5, *row[1:]], 9.0, 4.0) == 0.75
     assert [trust(LAMB, *of) for of in ((0.0, 4.0), (4.0, 0.0), (9.0, 4.0))] == [1.0, 1.0, 1.5]
+
+
+def _other_dtype(rank: int, world: int) -> str:
+    grad = torch.ones(5, dtype=torch.bfloat16 if rank else torch.float32)
+    row = torch.tensor([numbers_at(sgd_terms(0.0, 0.0, 0.0, False), 2, LR)])
+    try:
+        torch.ops.autofuse.all_reduce_update(
+            [torch.zeros(5)], [], [grad], row, [0], None, "sgd", "sum", [False], fresh_group(), "direct",
+            "test",
+        )  # fmt: skip
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_of_two_dtypes(ranks: Ranks) -> None:
+    """Their bytes would be read as those of another dtype."""
+    for told in ranks(2).run(_other_dtype):
+        assert "the ranks disagree" in told

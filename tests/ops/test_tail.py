@@ -92,3 +92,13 @@ def test_backwards_of_norms_are_those_of_torch() -> None:
 def test_results_are_tensors_of_their_own() -> None:
     value, kept = tail_reference(seeded(0, 2, 3), [], "relu; keep; to float32")
     assert value.data_ptr() != kept.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "tail", ["where %0 %1", "where %0 0.5", "rsub %1; keep; to bfloat16", "relu; add %1"]
+)
+def test_results_are_row_major(tail: str) -> None:
+    """As kernels store them, whatever the strides of the operands."""
+    mask, other = seeded(1, 4, 3).t() > 0, seeded(2, 4, 3).t()
+    for t in tail_reference(seeded(0, 3, 4), [mask, other], tail):
+        assert t.stride() == (4, 1)

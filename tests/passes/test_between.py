@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import torch
+import torch.distributed._functional_collectives as funcol
 from expecttest import assert_expected_inline
+from torch import Tensor
+
+from autofuse.passes.matchers.match import Match
 
 from . import between
+from .dense import group
 from .test_graphs import rewritten
 
 
@@ -49,3 +56,41 @@ autofuse.matmul_reduce_scatter([permute_1], [getitem_1], [], 'mm', 'sum', 0, 1, 
 def test_what_is_gathered_again_far_behind() -> None:
     found = calls(between.far_apart, (8, 16), (24, 16), (32, 4))
     assert found.count("autofuse.all_gather_matmul(") == 2, found
+
+
+def test_sizes_that_ranks_may_not_have_in_common() -> None:
+    """Two matmuls read what is gathered. That the reduction takes its own does not rest on the width of the
+    other one, which is a rank's own, and a symbol on some ranks only."""
+
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        whole = funcol.all_gather_tensor(x, 0, group())
+        return funcol.reduce_scatter_tensor(whole @ w, "sum", 0, group()), whole @ v
+
+    priced = []
+
+    def saved(anchor: object, match: Match, *more: object) -> float:
+        priced.append((match.pattern, match.work.matmuls))
+        return 0.0
+
+    with patch("autofuse.passes.between.saved_us", saved):
+        for width in (5, 7):
+            rewritten(fn, *map(torch.zeros, ((8, 16), (16, 24), (16, width))), policy="auto")
+            torch._dynamo.reset()
+    first, second = priced[: len(priced) // 2], priced[len(priced) // 2 :]
+    assert first == second
+    assert ("matmul_reduce_scatter", ((32, 16, 24),)) in first
+    assert ("all_gather_matmul", ((32, 16, 24),) * 2) in first
+
+
+def test_a_gathered_product_that_this_rank_does_not_read() -> None:
+    """Its peers may read it: the fused op stays, and no collective beside it."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        funcol.all_gather_tensor(x @ w, 0, group())
+        return x + 1
+
+    assert_expected_inline(
+        calls(fn, (4, 6), (6, 8)),
+        """\
+autofuse.matmul_all_gather([arg0], [arg1], [], 'mm', 0, 1, False, False""",
+    )

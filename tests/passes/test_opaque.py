@@ -57,6 +57,12 @@ def mixed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return engine.reduce_scatter(engine.all_reduce(part, "tp:0").cos(), -1, 2, "tp:0"), whole.transpose(0, 1)
 
 
+def read_by_both(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The kept op reads what the fused one has gathered."""
+    whole = engine.all_gather(x, 1, 2, "tp:0")
+    return F.linear(whole, w), engine.reduce_scatter(whole, 1, 2, "tp:0")
+
+
 def scaled(x: Tensor, w: Tensor) -> Tensor:
     return engine.all_reduce(F.linear(x, w), "tp:0", 0.5)
 
@@ -87,6 +93,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[str], list[str]
         [],
     ),
     "kept between": (mixed, (X, W), [AG], ["reduce_scatter", "all_reduce", "reduce_scatter"]),
+    "kept behind": (read_by_both, (X, W), [AG], ["reduce_scatter"]),
+    "kept behind, batch of one": (read_by_both, ((1, 6, 8), W), [AG], ["reduce_scatter"]),
     "scaled": (scaled, (X, W), [], ["all_reduce"]),
 }
 

@@ -215,8 +215,17 @@ def narrow_between(s: State) -> None:
     s["p"].copy_(s["p"].float() - g.float())
 
 
+def decayed_at_a_rate_of_zero(s: State) -> None:
+    """As in a warm-up. The decay is not scaled by the rate, and would be divided by it."""
+    g = reduced(s)
+    s["lr"].fill_(0.0)
+    s["p"].mul_(1 - DECAY)
+    s["p"].sub_(s["lr"] * g)
+
+
 _KEPT = (
     cubed,
+    decayed_at_a_rate_of_zero,
     no_mean,
     rooted_before,
     of_two_parameters,

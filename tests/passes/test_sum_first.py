@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -62,8 +63,21 @@ def repeated(x: Tensor, w: Tensor) -> Tensor:
     return reduced(torch.bmm(x, w))[0, 0].expand(100, N).sum(1)
 
 
+def own_part(x: Tensor, w: Tensor) -> Tensor:
+    """Another part on each rank."""
+    return reduced(torch.bmm(x, w))[dist.get_rank()].sum(0)
+
+
+def own_chunk(x: Tensor, w: Tensor) -> Tensor:
+    return reduced(torch.bmm(x, w)).chunk(2)[dist.get_rank()].sum(0)
+
+
+def own_slice(x: Tensor, w: Tensor) -> Tensor:
+    return reduced(torch.bmm(x, w)).narrow(0, dist.get_rank(), 1).sum(0)
+
+
 MOVED = (every_expert, average, everything, kept_dim)
-STAYING = (maximum, read_twice, activated, wider, repeated)
+STAYING = (maximum, read_twice, activated, wider, repeated, own_part, own_chunk, own_slice)
 
 
 def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor]:

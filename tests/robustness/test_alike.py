@@ -105,6 +105,37 @@ def _read_on_one_rank(rank: int, world: int) -> list[str]:
     return _compare(fn)
 
 
+def _gathered_for_one_rank(rank: int, world: int) -> list[str]:
+    group, (x, w) = fresh_group(), _operands(rank)
+
+    def fn() -> Tensor:
+        y = funcol.all_gather_tensor(x @ w, 0, group)
+        return y.relu() if rank == 0 else x + 1
+
+    return _compare(fn)
+
+
+def _biased_sum(rank: int, world: int) -> list[str]:
+    return _sum_of_two(rank, biased=rank == 0, read=False)
+
+
+def _sum_of_a_product_read_on_one_rank(rank: int, world: int) -> list[str]:
+    return _sum_of_two(rank, biased=False, read=rank == 0)
+
+
+def _sum_of_two(rank: int, biased: bool, read: bool) -> list[str]:
+    """Reductions that become one on all ranks."""
+    group, (x, w), bias = fresh_group(), _operands(rank), integers(9, 4, 8)
+
+    def fn() -> Tensor:
+        product = x @ w
+        mine = product + bias if biased else product
+        total = funcol.all_reduce(mine, "sum", group) + funcol.all_reduce((x + 1) @ w, "sum", group)
+        return total + product.sin() if read else total
+
+    return _compare(fn)
+
+
 def _contracted_sizes(rank: int, world: int, *sizes: int) -> list[str]:
     """Inductor replaces small matmuls by products and sums, before our passes if nothing keeps it from it."""
     group, k = fresh_group(), sizes[rank]
@@ -163,6 +194,9 @@ def _from_another_folder(rank: int, world: int, directory: str) -> list[str]:
         (_broken_on_one_rank, ["matmul_all_reduce"] * 2),
         (_broken_without_stack_traces, ["matmul_all_reduce"] * 2),
         (_read_on_one_rank, ["matmul_all_reduce"]),
+        (_gathered_for_one_rank, ["matmul_all_gather"]),
+        (_biased_sum, ["matmul_all_reduce"] * 2),
+        (_sum_of_a_product_read_on_one_rank, ["matmul_all_reduce"] * 2),
     ],
 )
 def test_programs_that_differ_by_rank(ranks: Ranks, fn: Callable[..., Any], fused: list[str]) -> None:
@@ -199,6 +233,31 @@ def test_numbers_that_change_on_one_rank(ranks: Ranks) -> None:
     first, second = ranks(2).run(_changing_numbers)
     assert first == [["matmul_all_reduce"]]
     assert second == [["matmul_all_reduce"]] * 2
+
+
+def _changing_batch(rank: int, world: int) -> list[list[str]]:
+    """The batch changes on one rank, whose next graph has a symbol for it. Of two ops that could take the
+    gradient, all ranks choose the same one."""
+    group, p = fresh_group(), torch.zeros(30, 30)
+    torch._dynamo.reset()
+
+    def step(x: Tensor, dy: Tensor, p: Tensor) -> None:
+        p.sub_(0.5 * funcol.all_reduce(x.t() @ dy, "sum", group))
+
+    compiled = torch.compile(step, backend=passes_only())
+    with autofuse.debug() as report, torch.no_grad():
+        for batch in (4, 4 + 3 * rank):
+            args, expected = (integers(rank, batch, 30), integers(7 + rank, batch, 30)), p.clone()
+            step(*args, expected)
+            compiled(*args, p)
+            assert torch.equal(p, expected)
+    return [[str(s.pattern) for s in graph.sites if s.fused] for graph in report.graphs]
+
+
+def test_a_batch_that_changes_on_one_rank(ranks: Ranks) -> None:
+    first, second = ranks(2).run(_changing_batch)
+    assert len(first) == 1
+    assert second == first * 2
 
 
 def test_sources_in_another_folder(ranks: Ranks, tmp_path: Path) -> None:

@@ -17,9 +17,12 @@ from torch.distributed import _functional_collectives as funcol
 
 import autofuse
 from autofuse import config
+from autofuse.agreeing import Agreed
 from autofuse.lowering import limits, watcher
 from autofuse.lowering.cpu import workspace
+from autofuse.lowering.proofs import exchange
 from autofuse.lowering.torch_internals import fake_store
+from autofuse.passes.schedules.schedule import Proof
 from tests.ranks import RankPool, fresh_group
 
 Ranks = Callable[[int], RankPool]
@@ -77,6 +80,43 @@ def test_a_group_is_usable_after_a_reset(ranks: Ranks, met: bool) -> None:
             assert f"waited 0.5 s for ranks [{late}]" in then
         else:
             assert ("gave up" if met else "waited 0.5 s for ranks") in then
+
+
+def _exchanged(rank: int, world: int) -> list[str]:
+    """What each rank is told of proofs that rank 1 exchanges too late, and less often."""
+    group, told = fresh_group(), []
+    with config.patch(timeout_s=0.3):
+        for late in (False, True, True):
+            if rank == late:
+                told.append(_error_of(lambda: exchange(group, "a proof")))
+            dist.barrier()
+    autofuse.reset(group)
+    return [*told, *exchange(group, f"of {rank}")]
+
+
+def test_a_reset_repairs_an_exchange_of_proofs(ranks: Ranks) -> None:
+    """A rank that comes too late does not find what its peers have left."""
+    first, second = ranks(2).run(_exchanged)
+    assert "waited 0.3 s for ranks [1]" in first[0]
+    assert all("waited 0.3 s for ranks [0]" in told for told in second[:2])
+    assert first[1:] == second[2:] == ["of 0", "of 1"]
+
+
+def _compared_again(rank: int, world: int) -> list[bool]:
+    """Whether a graph runs as compiled: before a reset of its group, or of another one, and after them. One
+    rank has called it more often."""
+    group, other, told = fresh_group(), fresh_group(), []
+    graph = Agreed(lambda: True, lambda: False, [Proof(group, "a", ())], Mock(inputs=[], check_every=0), {})
+    calls = [graph() for _ in range(2 + rank)]
+    for each in (other, group):
+        autofuse.reset(each)
+        graph._proofs = [Proof(group, f"of {rank}", ())]
+        told.append(graph())
+    return [all(calls), *told]
+
+
+def test_after_a_reset_ranks_compare_proofs_again(ranks: Ranks) -> None:
+    assert ranks(2).run(_compared_again) == [[True, True, False]] * 2
 
 
 def _late(rank: int, world: int) -> list[str]:

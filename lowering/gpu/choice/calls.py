@@ -15,8 +15,8 @@ from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, current
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.runs import Note, Run, Timed
 
-from .choose import chosen, configuration, keep, times_of, way_of
-from .kernel import Problem, Way, fused_ways, ways_of
+from .choose import chosen, configuration, keep, predictor_for, times_of, way_of
+from .kernel import Problem, Way, fused_ways, replaced, ways_of
 from .launcher import NOT_CAPTURED
 from .measure import Trials, measure_once
 from .points import Point
@@ -69,10 +69,22 @@ class GpuCall:
 
     def decide(self, capturing: bool) -> tuple[Way, bool]:
         """The way that policy `auto` takes, and whether the next call like this one takes it, too."""
+        if not self.has_equal_parts(capturing):
+            return replaced(self.problem), True
         if config.measure:
             trials = self.trials or self._itself
             measure_once(self.workspace, self.problem, trials, self.changed, self.told)
         return way_of(self.problem, self.workspace, self.variant, capturing)
+
+    def has_equal_parts(self, capturing: bool) -> bool:
+        """Whether all ranks have parts of equal sizes; if not, none of them chooses a way by its own."""
+        return self.workspace.has_equal_parts(self.op, self.arguments.site, self.problem, capturing)
+
+    def meet_others(self, capturing: bool) -> None:
+        """The part that a rank takes which leaves the call to the reference, by a size of its own: the other
+        ranks decide."""
+        self.has_equal_parts(capturing)
+        predictor_for(self.workspace)
 
     def _itself(self, workspace: GpuWorkspace, problem: Problem) -> Mapping[str, Call]:
         """This call in all its ways."""

@@ -1,7 +1,8 @@
 """The dense ops on GPUs, as `FusedOp.cuda` calls them: choose a way, run it.
 
-`FusedOp.gpu_gap` has found no gap in the arguments. An empty matrix is left to the reference. All decisions
-depend only on values that are equal on all ranks.
+`FusedOp.gpu_gap` has found no gap in the arguments. An empty matrix is left to the reference, once the ranks
+have compared what they may have of their own. All decisions depend only on values that are equal on all
+ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from autofuse import config
 from autofuse.lowering.gpu.choice.calls import Calls, GpuCall, remember, run_call
 from autofuse.lowering.gpu.choice.kernel import Way, replaced
+from autofuse.lowering.gpu.choice.launcher import UNEVEN
 from autofuse.lowering.gpu.choice.quick import Quick, sizes_of
 from autofuse.lowering.gpu.embedding import vocabulary
 from autofuse.lowering.gpu.embedding.reduced import reduced_call as bags_call
@@ -47,14 +49,17 @@ def run_reduce(op: str, args: ReduceArguments) -> Any:
     x, b = args.x, args.w
     if is_added_up(args):
         return run_call(reduce_call(op, args))
-    if any(map(_is_empty, x, b)):
+    is_empty = any(map(_is_empty, x, b))
+    if is_empty and _is_empty_everywhere(x[0], b[0]):
         return NotImplemented
-    if (call := call_of(op, args, _added_rows(op, args))) is not None:
+    if not is_empty and (call := call_of(op, args, _added_rows(op, args))) is not None:
         return run_call(call)
     with current(x[0].device):
         workspace = workspace_for(args.group_name, x[0].device)
         a = [as_read(xi) for xi in x]
         capturing = torch.cuda.is_current_stream_capturing()
+        if is_empty:
+            return _left(_reduce_call(workspace, op, args, a)[0], capturing)
         kind = _reduce_kind(op, args, a, capturing)
         reduction = workspace.calls.get(kind)
         if reduction is None:
@@ -128,13 +133,15 @@ def _reduce_call(
 def run_gather(args: AllGatherMatmul) -> Any:
     """all_gather_matmul of rows, with a bias [N] or none a weight."""
     x, w = args.x, args.w
-    if any(_is_empty(x, wi) for wi in w):
+    if not x.numel():  # on all ranks
         return NotImplemented
     with current(x.device):
         workspace = workspace_for(args.group_name, x.device)
         part = x.contiguous()
         biases = [_row(args.bias_of(i)) for i in range(len(w))]
         capturing = torch.cuda.is_current_stream_capturing()
+        if any(_is_empty(x, wi) for wi in w):
+            return _left(_gather_call(workspace, args, part)[0], capturing)
         kind = _gather_kind(args, part, capturing)
         gather = workspace.calls.get(kind)
         if gather is None:
@@ -180,12 +187,15 @@ def _gather_call(
 def run_publish(args: MatmulAllGather) -> Any:
     """matmul_all_gather of one matmul, with a bias [N] or none."""
     x, w = args.x[0], args.w[0]
-    if _is_empty(x, w):
+    is_empty = _is_empty(x, w)
+    if is_empty and _is_empty_everywhere(x, w):
         return NotImplemented
     with current(x.device):
         workspace = workspace_for(args.group_name, x.device)
         a, bias = x.contiguous(), _row(args.bias)
         capturing = torch.cuda.is_current_stream_capturing()
+        if is_empty:
+            return _left(_publish_call(workspace, args, a)[0], capturing)
         kind = _publish_kind(args, a, capturing)
         publication = workspace.calls.get(kind)
         if publication is None:
@@ -305,7 +315,9 @@ def _settle(call: GpuCall, prepared: Callable[..., Any], kind: Hashable, capturi
     """What runs a call, which calls that are alike run, too, once their way is settled."""
     way, settled = call.decide(capturing)
     note = call.note(way, capturing)
-    if way.replaced:
+    if not call.has_equal_parts(capturing):
+        note.fell_back(UNEVEN)
+    elif way.replaced:
         note.ran()
     made = prepared(way, note)
     if settled:
@@ -315,6 +327,22 @@ def _settle(call: GpuCall, prepared: Callable[..., Any], kind: Hashable, capturi
 
 def _is_empty(x: Tensor, w: Tensor) -> bool:
     return not (x.numel() and w.numel())
+
+
+def _is_empty_everywhere(x: Tensor, w: Tensor) -> bool:
+    """Whether the product has no elements, on all ranks; K is a rank's own. An empty table has no rows to
+    look up."""
+    return x.dim() != 2 or w.dim() != 2 or not (x.shape[0] and w.shape[1]) or x.shape[1] != w.shape[0]
+
+
+def _left(call: GpuCall, capturing: bool) -> Any:
+    """To the reference, as this rank has no elements where other ranks may have some. The problem of the call
+    says so, even if only one of several matmuls has none, so that it differs from theirs."""
+    problem = call.problem
+    assert isinstance(problem, DenseProblem)
+    problem = replace(problem, n=0) if call.op == GATHER else replace(problem, k=0)
+    replace(call, problem=problem).meet_others(capturing)
+    return NotImplemented
 
 
 def _row(bias: Tensor | None) -> Tensor | None:

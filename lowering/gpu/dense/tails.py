@@ -6,13 +6,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from autofuse.lowering.gpu.choice.calls import once
 from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
-from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
+from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
 from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import TailStage, check_tail, steps, tail_reference
@@ -60,15 +60,24 @@ def _agreed(workspace: GpuWorkspace, args: MatmulAllReduce | MatmulReduceScatter
     that no graph captures; a captured call before that finds no proof."""
     if not args.proof:
         return False
-    kind = ("proof", args.tail, args.proof, args.site)
+    # Not in `workspace.calls`, which one rank may clear alone: it would then meet nobody.
+    known, kind = _compared.setdefault(workspace, {}), (args.tail, args.proof, args.site)
     if torch.cuda.is_current_stream_capturing():
-        return bool(workspace.calls.get(kind))
-
-    def meet() -> bool:
+        return known.get(kind, False)
+    if kind not in known:
         told = workspace.meet(f"the proof of {args.tail!r} at {args.site}: {args.proof}")
-        return len(set(told)) == 1 and args.proof != UNPROVEN
+        if len(known) == MOST_PROOFS:  # all ranks forget at once
+            known.clear()
+            workspace.calls.clear()
+        known[kind] = len(set(told)) == 1 and args.proof != UNPROVEN
+    return known[kind]
 
-    return once(workspace, kind, meet)
+
+MOST_PROOFS = 4096
+"""Proofs of which a group keeps whether all ranks have them."""
+
+_compared: WeakKeyDictionary[GpuWorkspace, dict[Hashable, bool]] = WeakKeyDictionary()
+agreements.append(_compared)
 
 
 def tail_of(text: str, dtype: torch.dtype, rows: int, operands: Sequence[Tensor]) -> TailSpec:

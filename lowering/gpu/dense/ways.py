@@ -71,12 +71,14 @@ class DenseProblem(OfOp):
         Unless they are `free` no kernel takes these; such calls run as what the op replaces."""
         if self.op == GATHER:
             return "n", "widths", "aligned"
-        return () if self.op == PUBLISH else ("k", "terms", "aligned", "product")
+        return ("k", "aligned") if self.op == PUBLISH else ("k", "terms", "aligned", "product")
 
     @property
     def free(self) -> tuple[str, ...]:
-        """Of those, fields that kernels do not see: where cuBLAS multiplies, they add up products alone."""
-        return ("k", "terms") if self.op in (REDUCE, SCATTER) and not self._is_multiplied() else ()
+        """Of those, fields that kernels do not see: where cuBLAS multiplies, they add up products alone.
+        Without a K there is no product."""
+        exchanged = self.op in (REDUCE, SCATTER) and self.k > 0 and not self._is_multiplied()
+        return ("k", "terms") if exchanged else ()
 
     @property
     def everywhere(self) -> bool:

@@ -1,10 +1,42 @@
-"""What the ranks of a group tell each other before the first call of a kind, and what follows."""
+"""What the ranks of a group tell each other before the first call of a kind, or before they choose a way."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
+
+Meet: TypeAlias = Callable[[str], list[str]]
+"""As `GpuWorkspace.meet`."""
+
+MOST_KINDS = 4096
+"""Kinds of calls that are known to be alike on all ranks."""
+
+
+class Kinds:
+    """Which kinds of calls all ranks of a group make alike."""
+
+    def __init__(self, group_name: str) -> None:
+        self._group_name = group_name
+        self._known: dict[str, bool] = {}
+
+    def are_alike(
+        self, op: str, at: str, way: str, problem: Any, meet: Meet, forgotten: Callable[[], object]
+    ) -> bool:
+        """What `are_alike` finds: all ranks meet before the first call of a kind. forgotten: called where all
+        kinds are asked again."""
+        kind = kind_of(op, at, way, problem)
+        found = self._known.get(kind)
+        if found is None:
+            found = are_alike(meet(told_of(op, at, way, problem)), self._group_name)
+            if len(self._known) == MOST_KINDS:  # sizes may change without end; all ranks forget at once
+                self._known.clear()
+                forgotten()
+            self._known[kind] = found
+        return found
+
+    def clear(self) -> None:
+        self._known.clear()
 
 
 def kind_of(op: str, at: str, way: str, problem: Any) -> str:
@@ -39,6 +71,61 @@ def are_alike(told: Sequence[str], group_name: str) -> bool:
         return True
     if len(set(alike)) == 1 and len(set(own)) > 1:
         return False
+    raise _disagreement(kinds, texts, group_name)
+
+
+def _disagreement(kinds: Sequence[str], texts: Sequence[str], group_name: str) -> RuntimeError:
     r = next(r for r, kind in enumerate(kinds) if kind != kinds[0])
     differ = f"rank 0 runs {texts[0]}, rank {r} runs {texts[r]}"
-    raise RuntimeError(f"group {group_name}: the ranks disagree: {differ}")
+    return RuntimeError(f"group {group_name}: the ranks disagree: {differ}")
+
+
+class Parts:
+    """Of which calls all ranks of a group have parts of equal sizes.
+
+    A rank chooses a way by its own sizes, so the ranks compare those before. Every meeting adds one entry on
+    every rank, so that all tables are full, and forgotten, at once.
+    """
+
+    def __init__(self, group_name: str) -> None:
+        self._group_name = group_name
+        self._known: dict[tuple[str, str, str], bool] = {}
+        """By site, by what must be the same on all ranks, and by this rank's own sizes. Two layers of a
+        program may have equal sizes on one rank alone, so that the site counts."""
+
+    def are_equal(
+        self, op: str, at: str, problem: Any, meet: Meet | None, changed: Callable[[], object]
+    ) -> bool:
+        """Whether kernels see the same sizes on all ranks, which meet if this rank's are new at this site.
+        RuntimeError if anything but sizes that ranks may have of their own differs.
+
+        meet: None if ranks cannot meet now; what is not known counts as equal. changed: called where calls
+        that were found equal have to ask again.
+        """
+        own, free = getattr(problem, "own", ()), getattr(problem, "free", ())
+        if not own:
+            return True
+        # Without the rows, so that a new number of them costs no meeting here.
+        apart = {"m", *own, *free}
+        alike = f"{op} ({_listed(problem, lambda name: name not in apart)})"
+        mine = _listed(problem, lambda name: name in own and name not in free)
+        found = self._known.get((at, alike, mine))
+        if found is not None or meet is None:
+            return found is not False
+        found = _are_equal(meet(json.dumps([alike, mine])), self._group_name)
+        if len(self._known) == MOST_KINDS:  # sizes may change without end
+            self._known.clear()
+            changed()
+        self._known[at, alike, mine] = found
+        return found
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+def _are_equal(told: Sequence[str], group_name: str) -> bool:
+    alike, own = zip(*map(json.loads, told), strict=True)
+    if len(set(alike)) > 1:
+        texts = [f"{call} of parts with {sizes}" for call, sizes in zip(alike, own, strict=True)]
+        raise _disagreement(alike, texts, group_name)
+    return len(set(own)) == 1

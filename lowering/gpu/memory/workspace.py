@@ -51,12 +51,9 @@ from .again import Again
 from .allocation import LEAST, Memory, Refusals, allocate, apart
 from .board import Board
 from .chain import chain_of
-from .comparing import are_alike, kind_of, told_of
+from .comparing import Kinds, Parts
 from .descriptors import Descriptors
 from .failures import Failures
-
-MOST_KINDS = 4096
-"""Kinds of calls that are known to be alike on all ranks."""
 
 
 class GpuWorkspace:
@@ -76,7 +73,7 @@ class GpuWorkspace:
         self._limit_s = partial(limit_s, default_limit_s(group, device))  # how long a wait may take
         self._kernels: set[Hashable] = set()
         self._entered: set[Hashable] = set()
-        self._compared: dict[str, bool] = {}
+        self._compared, self._parts = Kinds(self.group_name), Parts(self.group_name)
         self._refusals = Refusals()
         self.needs: dict[str, tuple[int, str]] = {}  # by field of `Need`: the most of a call, and which
         self.calls: dict[Hashable, Any] = {}  # by kind, what came again; for who makes calls
@@ -184,7 +181,7 @@ class GpuWorkspace:
             if capturing and not known:
                 return None
             if not capturing:
-                if not self._compare(op, at, way, problem):
+                if not self._compared.are_alike(op, at, way, problem, self.meet, self._entered.clear):
                     return None
                 if not known:
                     new = (way, op) not in self._kernels
@@ -193,17 +190,11 @@ class GpuWorkspace:
                 self._entered.add(call)
         return self.enter_again(), self.failures.number(f"autofuse.{op} at {at}"), new
 
-    def _compare(self, op: str, at: str, way: str, problem: Hashable) -> bool:
-        """All ranks meet before the first call of a kind; what `are_alike` finds."""
-        kind = kind_of(op, at, way, problem)
-        found = self._compared.get(kind)
-        if found is None:
-            found = are_alike(self.meet(told_of(op, at, way, problem)), self.group_name)
-            if len(self._compared) == MOST_KINDS:  # sizes may change without end; all ranks forget at once
-                self._compared.clear()
-                self._entered.clear()
-            self._compared[kind] = found
-        return found
+    def has_equal_parts(self, op: str, site: str, problem: Hashable, capturing: bool) -> bool:
+        """Whether all ranks have parts of equal sizes: see `Parts`. Where they differ, all ranks run what the
+        op replaces. All ranks ask before a way is chosen; they meet if sizes are new, but in no capture."""
+        meet = None if capturing else self.meet
+        return self._parts.are_equal(op, place(site), problem, meet, self.calls.clear)
 
     def _make_room(self, need: Need, kernel: Hashable, call: str) -> None:
         if not need.fits(self.capacity):
@@ -289,7 +280,7 @@ class GpuWorkspace:
             self.failures.forget()
             # Ranks may have come to different calls: what they have agreed on is asked again.
             self._prefix, self._meetings = f"{self._prefix.partition('/reset')[0]}/reset/{number}", 0
-            for known in (self._kernels, self._entered, self._compared):
+            for known in (self._kernels, self._entered, self._compared, self._parts):
                 known.clear()
             self.again.forget(self.calls)
             self._refusals = Refusals()
