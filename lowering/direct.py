@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from autofuse.lowering.gpu.support import has_triton
-from autofuse.lowering.ops.library import FUSED_OPS, IMPLEMENTATIONS
+from autofuse.lowering.ops.library import FUSED_OPS, IMPLEMENTATIONS, named
 from autofuse.lowering.torch_internals import generate_calls, nobody_intervenes, order_calls, resolve_group
 
 if TYPE_CHECKING:
@@ -43,10 +42,11 @@ class Direct:
     def __call__(self, *given: Any) -> Any:
         if self._quick is None:
             return self._run(*given)
+        given = named(given)  # kinds keep no group alive
         kind = self._quick.kind(given)
         found = self._known.get(kind)
         made = None if found is None else found()
-        if made is not None and made.group() is _group(given[-3]):
+        if made is not None and made.group() is resolve_group(given[-3]):
             result = self._quick.again(made, given)
             if result is not None:
                 return result
@@ -63,17 +63,13 @@ class Direct:
             self._known.clear()
         self._tried[kind] = self._tried.get(kind, 0) + 1
         arguments = self._op.parse(given)
-        workspace = made_of(_group(given[-3]))
+        workspace = made_of(resolve_group(given[-3]))
         if workspace is None or self._op.gpu_gap(arguments) or self._op.gpu_dtype_gap(arguments):
             return
         assert self._quick is not None
         made = self._quick.made(workspace, arguments)
         if made is not None:
             self._known[kind] = weakref.ref(made)
-
-
-def _group(group: str | ProcessGroup) -> ProcessGroup:
-    return resolve_group(group) if isinstance(group, str) else group
 
 
 @cache

@@ -130,12 +130,8 @@ class FusedOp(Generic[A]):
         return f"{self.name}({given}) -> {self.returns}"
 
     def parse(self, given: tuple[Any, ...]) -> A:
-        """The record of positional arguments. A graph that one rank compiles for all passes the group itself
-        where others pass its name; the record has the name."""
-        group = given[-3]
-        if not isinstance(group, str):
-            given = (*given[:-3], resolve_group(group).group_name, *given[-2:])
-        return self.arguments(*given)
+        """The record of positional arguments."""
+        return self.arguments(*named(given))
 
     def key(self, given: A) -> SiteKey:
         """Calls with these arguments, as `lowering.runs` has them; of a graph, those of a site."""
@@ -159,6 +155,13 @@ class FusedOp(Generic[A]):
             return ""
         *most, last = map(dtype_name, self.gpu_dtypes)
         return f"{dtype_name(dtype)} is exchanged; GPU kernels take {', '.join(most)} and {last}"
+
+
+def named(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Positional arguments with the name of the group. A graph that one rank compiles for all passes the
+    group itself where others pass its name."""
+    group = given[-3]
+    return given if isinstance(group, str) else (*given[:-3], resolve_group(group).group_name, *given[-2:])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

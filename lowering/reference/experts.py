@@ -185,9 +185,9 @@ def weight_gradients(x: Sequence[Tensor], grads: Sequence[Tensor], experts: Expe
 
 def bias_gradients(grads: Sequence[Tensor], bias: Sequence[Tensor], experts: Experts) -> list[Tensor | None]:
     """Gradients of `bias`, None where there is none."""
-    sums = [[g.sum(0) for g in experts.rows(grads, e)] for e in range(experts.count)]
     if not bias:
         return []
+    sums = [[g.sum(0) for g in experts.rows(grads, e)] for e in range(experts.count)]
     found = gather_entries(sums, experts)
     return [g.view(b.shape) if b.numel() else None for g, b in zip(found, bias, strict=True)]
 
@@ -230,9 +230,3 @@ def product_of(
 def contraction_dtype(x: Tensor, product: str) -> torch.dtype:
     """The dtype of the product before its epilogue."""
     return parse(product).out_dtype or x.dtype
-
-
-def cut(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    """`tensors` as consecutive lists of `counts` entries."""
-    rest = iter(tensors)
-    return [[next(rest) for _ in range(count)] for count in counts]

@@ -53,7 +53,7 @@ def grouped(x: Tensor, w: Tensor, ends: Tensor | None) -> Tensor:
     for rows, expert in zip(_ranges(x.shape[0], w.shape[0], ends), w, strict=True):
         if rows.start < rows.stop:
             multiply(out[rows], x[rows], expert)
-    out[x.shape[0] if ends is None else int(ends[-1]) :] = 0
+    out[int(ends[-1]) :] = 0
     return out
 
 

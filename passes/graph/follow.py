@@ -48,6 +48,10 @@ _ALIASES = {
 }
 _CASTS = {prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int}
+_VIEWS = {
+    *_RESHAPES, *_ALIASES, *SPLITS, aten.permute.default, aten.t.default, aten.transpose.int, aten.select.int,
+    aten.slice.Tensor, aten.cat.default, aten.stack.default, operator.getitem,
+}  # fmt: skip
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -383,21 +387,4 @@ def is_view(n: fx.Node) -> bool:
     """Whether `n` only moves data. A split counts as a view, since its pieces are views."""
     if n.op != "call_function":
         return False
-    known = (
-        _RESHAPES
-        | _ALIASES
-        | SPLITS
-        | {
-            aten.permute.default,
-            aten.t.default,
-            aten.transpose.int,
-            aten.select.int,
-            aten.slice.Tensor,
-            aten.cat.default,
-            aten.stack.default,
-            operator.getitem,
-        }
-    )
-    if n.target in known:
-        return True
-    return n.target in _CASTS and not is_cast(n)
+    return n.target in _VIEWS or (n.target in _CASTS and not is_cast(n))

@@ -212,6 +212,8 @@ def _rewrite(
     table, column = merge([Digit(-1, 1, tables)]), merge([Digit(1, 1, widths[0])])
     if not equal:
         table, column = (), merge([Digit(1, 1, sum(widths))])
+    # Dims from the outermost: s source rank, b bag of a source, t table, d column of a table; c: t and d as
+    # one. Keys: orders in which a reader may read. Values: the layout in which the op stores.
     names = {"bst": (batch, source, table), "sbt": (source, batch, table), "stb": (source, table, batch)}
     order = "sbt" if not anchor.even else _order_read(anchor, shapes, layout, names, column)
     letters, dims = {

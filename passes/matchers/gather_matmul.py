@@ -216,7 +216,6 @@ def _rewrite(
     emitter: Emitter,
 ) -> None:
     part = anchor.input
-    assert part is not None
     shape = context.shapes.known(part)
     if cast is not None:
         part = emitter.call(torch.ops.prims.convert_element_type.default, part, cast)

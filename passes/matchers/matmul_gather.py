@@ -58,7 +58,6 @@ class Place:
 
 def match_matmul_gather(anchor: Anchor, context: Context) -> Found:
     shapes = context.shapes
-    assert anchor.input is not None
     if _is_padded(anchor.input, shapes):
         return Reject(Reason.UNEVEN, f"{anchor.input.name} is padded: ranks have unequal parts")
     found = match_product(anchor.input, shapes)

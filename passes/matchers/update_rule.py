@@ -67,9 +67,9 @@ def below(
 
 
 def changed(anchor: Anchor, also: Callable[[fx.Node], bool] = lambda node: False) -> dict[fx.Node, fx.Node]:
-    """What inputs of the graph become by the sum, also through nodes of which `also` is true: new values by
-    input. A parameter of 16 bits that is rounded from another one is none of them: what follows from the
-    other is left in the graph."""
+    """New values by input: the inputs of the graph that are overwritten (`copy_`) with what pointwise ops and
+    nodes for which `also` is true make of the sum. Not among them is a parameter of 16 bits that is rounded
+    from a master weight that is: the op updates the master weight, and the cast stays in the graph."""
     by_sum = below(anchor, also)
     copies = anchor.node.graph.find_nodes(op="call_function", target=aten.copy_.default)
     pairs = [(to, new) for to, new in (n.args[:2] for n in copies) if isinstance(new, fx.Node)]

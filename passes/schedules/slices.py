@@ -143,7 +143,7 @@ def _cut_dim(node: fx.Node, shape: tuple[Size, ...] | None, cuts: Cuts, fit: Fit
     if is_pointwise(node):
         return _of_pointwise(node, shape, cuts)
     if node.target in _COPIES or node.target is operator.getitem:
-        return dim if same_shape(shape, given) else _of_item(node, given, shape, dim)
+        return dim if same_shape(shape, given) else None
     if node.target in _REDUCTIONS:
         return _of_reduction(node, len(given), dim)
     if node.target in _RESHAPES:
@@ -223,11 +223,6 @@ def _of_pointwise(node: fx.Node, shape: tuple[Size, ...], cuts: Cuts) -> int | N
                 return None
             found.add(place)
     return found.pop() if len(found) == 1 else None
-
-
-def _of_item(node: fx.Node, given: tuple[Size, ...], shape: tuple[Size, ...], dim: int) -> int | None:
-    """Results of one op that are all reduced likewise have one shape."""
-    return dim if node.target is operator.getitem and same_shape(shape, given) else None
 
 
 def _of_reduction(node: fx.Node, dims: int, dim: int) -> int | None:

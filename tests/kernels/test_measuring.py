@@ -64,7 +64,8 @@ class Group:
             call.decide(self.capturing)
 
     def call(self, problem: Problem, run: Callable[[Way], Any] = lambda way: [0], **more: Any) -> GpuCall:
-        return GpuCall(problem.op, None, self.workspace, problem, run, unfused=lambda: run(None), **more)  # type: ignore[arg-type]
+        more["unfused"] = lambda: run(None)  # type: ignore[arg-type]
+        return GpuCall(problem.op, Mock(site="here"), self.workspace, problem, run, **more)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def ranks() -> Iterator[tuple[Ranks, Driver]]:
             patch.multiple(torch.cuda, **cuda),
             patch.multiple(call, **parts),
             patch.object(again, "values_of_all", found.tell),
-            patch("autofuse.lowering.direct._group", lambda _: found.group),
+            patch("autofuse.lowering.direct.resolve_group", lambda _: found.group),
             patch("autofuse.lowering.gpu.memory.workspace.made_of", lambda _: found.workspace),
             patch.multiple(op, group_size=lambda _: WORLD, resolve_group=lambda _: Mock(rank=lambda: 0)),
         ):

@@ -1170,7 +1170,7 @@ LAUNCHES = (
     Mutation(
         "what was prepared runs calls of another group of that name",
         "direct.py",
-        "if made is not None and made.group() is _group(given[-3]):",
+        "if made is not None and made.group() is resolve_group(given[-3]):",
         "if made is not None:",
         _of("ops", "direct"),
     ),

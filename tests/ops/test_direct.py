@@ -71,7 +71,7 @@ def test_a_call_like_an_earlier_one_is_run_by_what_that_prepared() -> None:
         return direct(*given)
 
     with (
-        patch.object(module, "_group", lambda name: groups[name]),
+        patch.object(module, "resolve_group", lambda name: groups[name]),
         patch.object(workspace, "made_of", lambda group: SimpleNamespace(name="ab"[group is groups["b"]])),
     ):
         direct = Direct("matmul_all_reduce", run, quick)

@@ -33,7 +33,7 @@ class Chain:
     def leave(self) -> None:
         """After the launch."""
         self._event.record(self._stream)
-        if not self.event.value:  # there is none before
+        if not self.event.value:  # torch creates the driver's event when it first records one
             self.event.value = int(self._event.cuda_event)
 
 

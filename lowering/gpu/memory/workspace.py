@@ -327,6 +327,11 @@ def workspace_for(group_name: str, device: torch.device) -> GpuWorkspace:
                     _workspaces[group] = found
     if isinstance(found, Exception):
         raise found
+    if found.device != device:
+        raise RuntimeError(
+            f"group {group_name} runs fused ops on {found.device}, got tensors on {device}: use one GPU a "
+            "group, or make another group"
+        )
     return found
 
 
