@@ -25,8 +25,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Outcome:
-    """Of comparing the proofs of graphs of one frame, over all calls of these graphs. groups: whose ranks
-    compare them."""
+    """Whether the ranks had the same proofs for the graphs of one frame; kept over all calls of these graphs.
+
+    groups: the groups whose ranks compare the proofs; calls: how often a graph ran; chosen: None before the
+    ranks have compared.
+    """
 
     groups: frozenset[str] = frozenset()
     calls: int = 0

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from autofuse import agreeing
 from autofuse.groups import Group, group_name
-from autofuse.lowering import proofs, watcher
+from autofuse.lowering import watcher
 from autofuse.lowering.cpu import workspace as on_cpus
 from autofuse.lowering.cpu.identities import known
 from autofuse.lowering.cpu.rendezvous import VISITS, all_gather, set_visits, visits
@@ -19,8 +19,6 @@ from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.torch_internals import group_store, resolve_group
 from autofuse.warm_up import has_gpus
-
-_VISITS = (*VISITS, proofs.VISITS)
 
 
 def check(group: Group = None) -> None:
@@ -75,10 +73,10 @@ def _reset(meeting: _Meeting) -> None:
     group, store, rank = meeting.group, meeting.store, meeting.rank
     gpus = _gpus() if has_triton() else None
     made = gpus is not None and gpus.made_of(group) is not None
-    mine = [made, *(visits(store, key, rank) for key in _VISITS)]
+    mine = [made, *(visits(store, key, rank) for key in VISITS)]
     told = [json.loads(each) for each in meeting.all_gather(json.dumps(mine))]
     made_by, *counts = zip(*told, strict=True)
-    for key, of_ranks in zip(_VISITS, counts, strict=True):
+    for key, of_ranks in zip(VISITS, counts, strict=True):
         # Ranks that gave up before the group had met have visited the store more often than others.
         set_visits(store, key, rank, max(of_ranks))
     on_cpus.forget(group)

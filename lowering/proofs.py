@@ -10,13 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from autofuse.lowering.cpu.rendezvous import all_gather, visit
+from autofuse.lowering.cpu.rendezvous import VISITS, all_gather, visit
 from autofuse.lowering.cpu.workspace import Workspace, workspace_for
 from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.torch_internals import group_store, resolve_group
-
-VISITS = "autofuse/proofs"
-"""As `rendezvous.VISITS`, of the visits to compare proofs of graphs."""
 
 UNPROVEN = "unproven"
 """In place of a proof: this rank has none, and compares that with what the others have."""
@@ -32,7 +29,7 @@ def exchange(group: str | ProcessGroup, text: str) -> list[str]:
         return [text] * group.size()
     store, rank = group_store(group), group.rank()
     limit = limit_s(default_limit_s(group, torch.device("cpu")))
-    prefix = f"{VISITS}/{visit(store, VISITS, rank)}"
+    prefix = f"{VISITS[2]}/{visit(store, VISITS[2], rank)}"
     purpose = "to compare what the schedules of their graphs rest on"
     try:
         return all_gather(store, prefix, rank, [None] * group.size(), text, limit, None, purpose)

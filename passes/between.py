@@ -31,7 +31,7 @@ Find: TypeAlias = Callable[[int, frozenset[fx.Node]], "tuple[Match, int] | None"
 """The legal match of a site whose all_gather leaves given matmuls to reductions, and its number of ranks."""
 
 TYPICAL = 4096
-"""In predictions, a size that ranks may not have in common, if no other stands for it."""
+"""Replaces, in predictions, a size that may differ between ranks and that no common size can replace."""
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 _JOINS = (aten.cat.default, aten.stack.default)
@@ -132,8 +132,8 @@ def _reduction_first(
 def _shared_sizes(
     reduced: Sequence[tuple[Size, Size, Size]], gathered: Sequence[tuple[Size, Size, Size]]
 ) -> tuple[Size, Size]:
-    """The contracted size and the columns of the matmul between a gather and a reduction, whose sizes all
-    ranks have in common. The gathered tensor may be the second operand of the matmul."""
+    """Of a matmul that reads a gathered tensor and feeds a reduction: the contracted size and the columns.
+    All ranks have the same. The gathered tensor may be the second operand of the matmul."""
     if not reduced or not gathered:
         return TYPICAL, TYPICAL
     (m, _, n), (rows, inner, _) = reduced[0], gathered[0]
@@ -141,10 +141,10 @@ def _shared_sizes(
 
 
 def with_common_sizes(anchor: Anchor, match: Match, other: Size = TYPICAL) -> Match:
-    """The match for a prediction that chooses between ops: that must be the same on all ranks.
+    """The match with sizes that are the same on all ranks, for a prediction that chooses between ops.
 
-    `other` is in place of the sizes that a rank may have of its own, which may be symbols on one rank alone:
-    the columns of what multiplies a gathered tensor, else the contracted size.
+    A rank may have sizes of its own, which may be symbols on one rank alone. These are the columns of a
+    matmul that reads a gathered tensor, and the contracted size of every other matmul. `other` replaces them.
     """
     work = match.work
     if match.pattern == "all_gather_matmul":

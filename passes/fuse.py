@@ -251,8 +251,8 @@ def _find(
 def _best(
     anchor: Anchor, legal: Sequence[Match], world: int, settings: Settings, symbols: Symbols
 ) -> tuple[Match, str]:
-    """The match that is predicted to save most, the first of several; what it is taken instead of. Predicted
-    for sizes that all ranks have in common."""
+    """The match that is predicted to save most, and a text with the predictions of all. Of equal ones the
+    first is taken. Predictions use sizes that are the same on all ranks, so that ranks choose alike."""
     first, *others = legal
     if not others:
         return first, ""

@@ -17,7 +17,7 @@ from autofuse.lowering.orders import make_plan
 
 from .graph.anchors import OPAQUE, Anchor
 from .graph.follow import tensor
-from .graph.paths import collective_above, collective_between
+from .graph.paths import all_below, collective_above, collective_between
 from .matchers import matchers_of
 from .matchers.match import Match
 from .reasons import Reason, Reject
@@ -98,7 +98,8 @@ def check_match(anchor: Anchor, match: Match, settings: Settings, world: int) ->
 
 
 def _check_sequence(node: fx.Node, match: Match) -> Reject | None:
-    """Why the fused op would change places with another collective; None if it does not.
+    """Why the fused op would change places with another collective, or be computed from itself; None if
+    neither.
 
     All ranks must start the collectives of a group in the same sequence.
     """
@@ -106,31 +107,14 @@ def _check_sequence(node: fx.Node, match: Match) -> Reject | None:
         between = collective_between(user, node) if user < node else None
         if between is not None:
             return Reject(Reason.EXTRA_USERS, f"{user.name} reads the product before {between.name}")
-    reader = _early_above(match)
-    if reader is not None:
-        return Reject(Reason.EXTRA_USERS, f"{reader.name} reads the product, and leads to an input of the op")
+        if not {user, *all_below([user])}.isdisjoint(match.inputs):
+            return Reject(
+                Reason.EXTRA_USERS, f"{user.name} reads the product, and leads to an input of the op"
+            )
     for entry in match.inputs:
         above = collective_above(entry, node) if node < entry else None
         if above is not None:
             return Reject(Reason.EXTRA_USERS, f"{entry.name} depends on the later collective {above.name}")
-    return None
-
-
-def _early_above(match: Match) -> fx.Node | None:
-    """A reader of an output of the fused op that an input of the op is computed from; None if there is
-    none."""
-    if not match.early:
-        return None
-    first, early = min(match.early), set(match.early)
-    seen: set[fx.Node] = set()
-    work = list(match.inputs)
-    while work:
-        node = work.pop()
-        if node in early:
-            return node
-        if node not in seen and first < node:
-            seen.add(node)
-            work.extend(node.all_input_nodes)
     return None
 
 

@@ -37,7 +37,7 @@ _REDUCTIONS = (
 _GATHER = torch.ops.autofuse.all_gather_matmul.default
 _WIDE = (torch.float32, torch.bfloat16)
 _PLAIN = re.compile(r"(mm|addmm %0)(; add %\d+)*")
-"""Matmuls and what is added to them: one rank may add a bias of its own."""
+"""Products of matmuls to which tensors are added. One rank may add a bias that the others do not have."""
 _WIDENED = re.compile(rf"{_PLAIN.pattern}; to float32(; add %\d+)*")
 _ADDED = re.compile(r"; add %(\d+)$")
 _ROWS = re.compile(r"grouped\b(?!.*; (add|sub) ).*; (sum|fold) ")
@@ -125,7 +125,7 @@ def _merge_sum(summands: Sequence[fx.Node]) -> None:
         summand = summand_of(node, is_fused)
         op = None if summand is None else _mergeable(summand)
         if summand is not None and op is not None:
-            # Nothing that one rank may have alone: what it adds, or a reader of its product.
+            # Ranks must form the same groups. What is added, and what reads a product, may differ by rank.
             place = op.args[4:-7]  # reduce op, dim, outer
             kind = op.target, _WIDENED.fullmatch(str(op.args[3])) is not None
             groups.setdefault((*kind, *place, op.args[-3], *summand.key), []).append(summand)
@@ -239,7 +239,7 @@ def _added(
 
 
 def _multiplied(emitter: Emitter, op: fx.Node) -> fx.Node:
-    """The product of an op, a sum of matmuls with what is added, by torch."""
+    """The product of an op, computed by torch: its matmuls and the tensors that are added."""
     operands, text = op.args[2:4]
     first, *stages = str(text).split("; ")
     products = [emitter.call(aten.mm.default, x, w) for x, w in zip(*op.args[:2], strict=True)]

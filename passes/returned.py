@@ -1,7 +1,7 @@
-"""What a program returns as two tensors stays two, and what it computes becomes no input.
+"""Results share memory with other results, and with inputs, only where the program made them share it.
 
-Callers may change a result in place. Rewrites may give two results one value, such as a gathered matrix and
-its clone, which the fused op returns once.
+A caller may change a result in place. A rewrite may let two results read one tensor: a fused op returns the
+gathered matrix once, where the program returns the matrix and its clone. Such a result is copied.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from torch.distributed import Store
 from autofuse.lowering import notes
 from autofuse.native_kernels import cpu
 
-VISITS = ("autofuse", "autofuse/gpu")
-"""Keys in the store of a group, of its visits by CPU and by GPU ranks."""
+VISITS = ("autofuse", "autofuse/gpu", "autofuse/proofs")
+"""Keys in the store of a group, of its visits by CPU ranks, by GPU ranks, and to compare proofs of graphs."""
 
 
 class NotShared(RuntimeError):

@@ -44,10 +44,10 @@ def at_values(sized: T, values: Values) -> T:
 
 @functools.lru_cache(maxsize=1024)
 def _divisors(sizes: frozenset[sympy.Expr]) -> dict[sympy.Symbol, int]:
-    """For each symbol of a floor division, the number whose multiples it is rounded up to.
+    """The number to whose multiples a symbol is rounded up, for each symbol that a floor division contains.
 
-    It is the least common multiple of the integers by which terms with this symbol alone are divided. It is 1
-    for a symbol that only stands in divisors.
+    The number is the least common multiple of the integers that divide terms of this symbol alone. A symbol
+    that only stands in divisors has the number 1.
     """
     found: dict[sympy.Symbol, int] = {}
     for function in {atom for size in sizes for atom in size.atoms(sympy.Function)}:

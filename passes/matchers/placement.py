@@ -134,7 +134,8 @@ def row_index(indices: object) -> object:
 
 
 def repeated_index(index: object, moved: object) -> fx.Node | None:
-    """The vector that an index repeats along its columns, if its shape is that of what it moves."""
+    """The vector that an index repeats along its columns. None unless the index has the shape of `moved`: a
+    smaller one would leave elements where they are."""
     if not isinstance(index, fx.Node) or index.target is not aten.expand.default:
         return None
     if not Shapes().alike(index, moved):

@@ -74,7 +74,7 @@ def _agreed(workspace: GpuWorkspace, args: MatmulAllReduce | MatmulReduceScatter
 
 
 MOST_PROOFS = 4096
-"""Proofs of which a group keeps whether all ranks have them."""
+"""How many proofs a group remembers, each with whether all ranks have it."""
 
 _compared: WeakKeyDictionary[GpuWorkspace, dict[Hashable, bool]] = WeakKeyDictionary()
 agreements.append(_compared)
