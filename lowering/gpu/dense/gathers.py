@@ -29,7 +29,7 @@ from autofuse.native_kernels.triton.gather_matmul import GatherConfig, gather_ne
 from autofuse.native_kernels.triton.gather_matmul_few import FewConfig, few_needs, launch_gather_matmul_few
 from autofuse.native_kernels.triton.kept_rows import launch_kept_rows
 
-from .widths import CLUSTER_WIDTHS, fullest
+from .widths import GATHER_WIDTHS, fullest
 from .work import clusters_gather_work, few_work, parts_work, words_gather_work
 
 if TYPE_CHECKING:
@@ -176,11 +176,12 @@ def _clusters_gather_configs(problem: DenseProblem) -> Iterator[ClusterGatherCon
         yield ClusterGatherConfig(bn=128, within=True, stages=5, copied=True)
         stages_of = {256: 3, 128: 5}  # by columns of a tile
         rows = problem.world * cdiv(problem.chunk, BM)
-        if fullest(CLUSTER_WIDTHS, rows, problem.columns, problem.programs) == 192:
+        best = fullest(GATHER_WIDTHS, rows, problem.columns, problem.programs)
+        if best not in stages_of:
+            stages_of[best] = 3 if best > 192 else 4
             for k_slices in (8, 16):
-                yield ClusterGatherConfig(bn=192, stages=4, k_slices=k_slices)
-            yield ClusterGatherConfig(bn=192, within=True, stages=4, copied=True)
-            stages_of[192] = 4
+                yield ClusterGatherConfig(bn=best, stages=stages_of[best], k_slices=k_slices)
+            yield ClusterGatherConfig(bn=best, within=True, stages=stages_of[best], copied=True)
         if problem.chunk > BM:  # a part has rows for both blocks of a cluster
             for bn, stages in stages_of.items():
                 yield ClusterGatherConfig(bn=bn, within=True, stages=stages, slices=2, k_slices=2)

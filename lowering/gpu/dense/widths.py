@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from autofuse.native_kernels.gpu.memory import cdiv
 
 CLUSTER_WIDTHS = 256, 128, 192
-"""Columns of tiles of the kernels that run in any number of waves, the preferred width first."""
+"""Columns of tiles of reductions that run in any number of waves, the preferred width first."""
+GATHER_WIDTHS = *CLUSTER_WIDTHS, 224, 160
+"""Of gathers, which store the last box of a tile over half of the one before."""
 
 
 def tiles_across(width: int, columns: Sequence[int]) -> int:

@@ -51,7 +51,7 @@
 #include "order.cuh"
 #include "roles.cuh"
 
-static_assert(BN % 64 == 0, "these kernels store whole boxes, or whole tiles");
+static_assert(BN % 64 == 0 || OVERLAPPING, "these kernels store whole boxes, or whole tiles");
 
 // Tiles that the warpgroups have staged, as the storer takes them.
 struct Staged {

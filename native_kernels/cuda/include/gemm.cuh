@@ -18,7 +18,7 @@
 constexpr int BM = 128, BK = 64, ROW = BK * 2, OUT_BN = GATED ? BN / 2 : BN;
 constexpr int SHARING = ACROSS * ALONG, CLUSTER = SHARING * SPLIT;
 static_assert(SPLIT == 1 || SHARING == 1, "a cluster shares loads or splits K");
-// Boxes of the weight are 64 columns wide. A tile may use half of the last one, except in kernels over frame.cuh.
+// Boxes of the weight are 64 columns wide. A tile may use half of the last one.
 constexpr int BOXES = (BN + 63) / 64, BOXES_EACH = (BOXES + ACROSS - 1) / ACROSS;
 static_assert(BN % 32 == 0 && BN / ACROSS % 8 == 0 && BOXES >= ACROSS, "shares of the weight");
 constexpr int GROUPS = ROWS > 64 ? 2 : 1, WARPS = (ROWS + 15) / 16;  // that multiply, and that have rows
@@ -262,6 +262,15 @@ __device__ inline int staged_at(int row, int piece) {
     return (piece / 8 * HIGH + row) * 128 + (piece % 8 ^ row % 8) * 16;
 }
 
+// OVERLAPPING: a staged tile is stored in boxes of 64 columns, and the last box has the last 64 columns of the tile. So the
+// first REPEATED columns of the last box are also those of the box before, and are staged in both.
+#ifndef OVERLAPPING
+#define OVERLAPPING 0
+#endif
+constexpr int REPEATED = OVERLAPPING ? OUT_BOXES * 64 - OUT_BN : 0;
+constexpr int LAST_BOX = (OUT_BOXES - 1) * 64 - REPEATED;  // its first column
+static_assert(LAST_BOX >= 0, "a tile has a box");
+
 // A warp rounds its 16 rows to 16 bits, in shared memory.
 __device__ inline void stage_rows(const Shared& s, const float (&acc)[BN / 2], int group) {
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = group * 64 + warp * 16 + lane % 16;
@@ -269,8 +278,13 @@ __device__ inline void stage_rows(const Shared& s, const float (&acc)[BN / 2], i
 #pragma unroll
     for (int j = 0; j < OUT_BN / 16; ++j) {
         const float* d = acc + j * 8;
-        store_matrices(s.staged + staged_at(row, j * 2 + lane / 16), pair(d[0], d[1]), pair(d[2], d[3]),
-                       pair(d[4], d[5]), pair(d[6], d[7]));
+        auto put = [&](int piece) {
+            store_matrices(s.staged + staged_at(row, piece), pair(d[0], d[1]), pair(d[2], d[3]), pair(d[4], d[5]),
+                           pair(d[6], d[7]));
+        };
+        int piece = j * 2 + lane / 16;
+        if (!REPEATED || 16 * j < LAST_BOX + REPEATED) put(piece);
+        if (REPEATED && 16 * j >= LAST_BOX) put(piece + REPEATED / 8);
     }
 }
 

@@ -28,8 +28,9 @@
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define D96 D80 \
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define D128 D96 \
-    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+#define D112 D96 \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define D128 D112 \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define ACC4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define ACC8(i) ACC4(i), ACC4(i + 4)
@@ -39,6 +40,7 @@
 #define ACC64(i) ACC32(i), ACC32(i + 32)
 #define ACC80(i) ACC64(i), ACC16(i + 64)
 #define ACC96(i) ACC64(i), ACC32(i + 64)
+#define ACC112(i) ACC96(i), ACC16(i + 96)
 #define ACC128(i) ACC64(i), ACC64(i + 64)
 
 // NAME<N>, of H = N / 2 accumulators a thread; the operands a, b and add have the numbers after those.
@@ -60,6 +62,7 @@ MULTIPLY(multiply, 96, 48, 48, 49, 50, "0", BY_COLUMNS)
 MULTIPLY(multiply, 128, 64, 64, 65, 66, "0", BY_COLUMNS)
 MULTIPLY(multiply, 160, 80, 80, 81, 82, "0", BY_COLUMNS)
 MULTIPLY(multiply, 192, 96, 96, 97, 98, "0", BY_COLUMNS)
+MULTIPLY(multiply, 224, 112, 112, 113, 114, "0", BY_COLUMNS)
 MULTIPLY(multiply, 256, 128, 128, 129, 130, "0", BY_COLUMNS)
 
 // The weight as the left operand, N tokens as the right one: d [64, N] = w [16, 64]^T @ x [N, 16]^T (+ d).

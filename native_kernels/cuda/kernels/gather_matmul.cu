@@ -6,6 +6,7 @@
 // and the part of this rank is stored among them, too. ENGINES: copy engines send instead of the helpers; they do not know
 // the epoch, so there is one half, and a peer stores again once it has credit. Columns of tiles go through all WEIGHTS, of
 // different widths, which multiply rows while these lie in the L2 cache.
+#define OVERLAPPING 1
 #include "frame.cuh"
 
 struct Params {
@@ -114,7 +115,7 @@ struct GatherMatmul : Frame<Params, SENDERS, !ENGINES> {
             if (tile.row < p.rows)
                 for (int i = 0; i < BOXES; ++i)
                     store_box(&p.y[at.weight], tile.row / p.stretch * OWNERS + tile.owner, tile.row % p.stretch * BM,
-                              at.col * BN + i * 64, s.staged + i * HIGH * 128);
+                              at.col * BN + (i < BOXES - 1 ? i * 64 : LAST_BOX), s.staged + i * HIGH * 128);
             staged.free_after_bulk();
         });
     }

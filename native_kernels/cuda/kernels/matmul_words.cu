@@ -165,19 +165,34 @@ __device__ void send_tiles(const Params& p, const Shared& s, int block, int64_t 
     }
 }
 
-// Calls `line(row, j)` for each piece of 16 bytes, number j, of `rows` rows of an owner, in the columns that this block's
-// cluster has multiplied. Blocks of the same number on the peers send these pieces at about the same time.
-template <class Line>
-__device__ inline void each_line(const Params& p, int share, int rows, Line line) {
-    constexpr int WIDE = BN / 8;
+// A piece of 16 bytes: its row among those of an owner, and its number in that row; row -1: none.
+struct Piece {
+    int row, word;
+};
+
+// Pieces that a thread takes at once, so that their loads are on their way together. A piece has a word of each rank: with more
+// than two ranks these are enough.
+constexpr int MOST_PIECES = (HIGH * BN / 8 + SPLIT * THREADS - 1) / (SPLIT * THREADS);  // of a tile, a thread
+constexpr int AT_ONCE = W > 2 ? 1 : MOST_PIECES < 4 ? MOST_PIECES : 4;
+
+// Calls `work(pieces)` for all pieces of `rows` rows of an owner, AT_ONCE at a time, in the columns that this block's cluster
+// has multiplied. Blocks of the same number on the peers send these pieces at about the same time.
+template <class Work>
+__device__ inline void each_pieces(const Params& p, int share, int rows, Work work) {
+    constexpr int WIDE = BN / 8, STEP = SPLIT * THREADS;
     int me = SPLIT > 1 ? cluster_rank() : 0;
     for (int t = share; t < tiles(p); t += p.programs / CLUSTER) {
-        At at = tile_at(p, t);
-        int first = at.row * p.slice, left = rows - first;
-        int pieces = (left < p.slice ? left : p.slice) * WIDE;
-        for (int i = me * THREADS + threadIdx.x; i < pieces; i += SPLIT * THREADS) {
-            int row = first + i / WIDE, word = at.col * WIDE + i % WIDE;
-            if (word < p.n / 8) line(row, row * (p.n / 8) + word);
+        At tile = tile_at(p, t);
+        int first = tile.row * p.slice, left = rows - first;
+        int count = (left < p.slice ? left : p.slice) * WIDE;
+        for (int i = me * THREADS + threadIdx.x; i < count; i += AT_ONCE * STEP) {
+            Piece pieces[AT_ONCE];
+#pragma unroll
+            for (int a = 0; a < AT_ONCE; ++a) {
+                int j = i + a * STEP, row = first + j / WIDE, word = tile.col * WIDE + j % WIDE;
+                pieces[a] = {j < count && word < p.n / 8 ? row : -1, word};
+            }
+            work(pieces);
         }
     }
 }
@@ -188,43 +203,57 @@ __device__ void reduce_rows(const Params& p, const Call& call, int share, int64_
     int rows = p.m - begin < p.height ? p.m - begin : p.height;  // may be 0 or less
     int64_t part = static_cast<int64_t>(p.height) * line;
     char* mine = p.words[p.rank] + half;
-    each_line(p, share, rows, [&](int row, int j) {
-        int64_t at = static_cast<int64_t>(row + (ALL ? begin : 0)) * p.out_pitch + j % line * 16;
-        uint4 added = added_at(p, at), words[W] = {};
-        auto place = [&](int r) { return mine + (r * part + j) * 16; };
-        auto all = [](int) { return true; };
-        take_all(words, all, place, call, WAIT_REDUCING, [](int r) { return r; }, j);
-        for (uint4& v : words) v = flip(v);
-        uint4 value = sum(words);
-        if (ALL && !ONCE) {
-            value = sendable(value);
-            for (int r = 1; r < W; ++r)
-                put(p.words[(p.rank + r) % W] + half + ((W + p.rank) * part + j) * 16, value);
+    each_pieces(p, share, rows, [&](const Piece (&pieces)[AT_ONCE]) {
+        uint4 words[AT_ONCE * W] = {}, added[AT_ONCE] = {};
+        auto exists = [&](int a) { return pieces[a].row >= 0; };
+        auto number = [&](int a) { return pieces[a].row * line + pieces[a].word; };
+        auto to = [&](int a) {
+            return static_cast<int64_t>(pieces[a].row + (ALL ? begin : 0)) * p.out_pitch + pieces[a].word * 16;
+        };
+#pragma unroll
+        for (int a = 0; a < AT_ONCE; ++a)
+            if (exists(a)) added[a] = added_at(p, to(a));
+        take_all(
+            words, [&](int i) { return exists(i / W); },
+            [&](int i) { return mine + (i % W * part + number(i / W)) * 16; }, call, WAIT_REDUCING,
+            [](int i) { return i % W; }, number(0));
+#pragma unroll
+        for (int a = 0; a < AT_ONCE; ++a) {
+            if (!exists(a)) continue;
+            uint4 terms[W];
+            for (int r = 0; r < W; ++r) terms[r] = flip(words[a * W + r]);
+            uint4 value = sum(terms);
+            if (ALL && !ONCE) {
+                value = sendable(value);
+                for (int r = 1; r < W; ++r)
+                    put(p.words[(p.rank + r) % W] + half + ((W + p.rank) * part + number(a)) * 16, value);
+            }
+            store(p.out + to(a), with_added(value, added[a]));
         }
-        store(p.out + at, with_added(value, added));
     });
 }
 
 // Copies the sums that the other owners send.
 __device__ void copy_rows(const Params& p, const Call& call, int share, int64_t half) {
+    constexpr int PEERS = W > 1 ? W - 1 : 1, COUNT = AT_ONCE * PEERS;
     int line = p.n / 8;
     int64_t part = static_cast<int64_t>(p.height) * line;
     char* mine = p.words[p.rank] + half;
-    each_line(p, share, p.height, [&](int low, int j) {
-        uint4 words[W] = {};
-        auto source = [&](int r) { return (p.rank + r) % W; };
-        auto row = [&](int r) { return source(r) * p.height + low; };
-        auto wanted = [&](int r) { return r > 0 && row(r) < p.m; };
-        auto place = [&](int r) { return mine + ((W + source(r)) * part + j) * 16; };
-        auto to = [&](int r) { return static_cast<int64_t>(row(r)) * p.out_pitch + j % line * 16; };
-        uint4 added[W];
+    each_pieces(p, share, p.height, [&](const Piece (&pieces)[AT_ONCE]) {
+        uint4 words[COUNT] = {}, added[COUNT];
+        auto source = [&](int i) { return (p.rank + 1 + i % PEERS) % W; };
+        auto row = [&](int i) { return source(i) * p.height + pieces[i / PEERS].row; };
+        auto wanted = [&](int i) { return W > 1 && pieces[i / PEERS].row >= 0 && row(i) < p.m; };
+        auto number = [&](int i) { return pieces[i / PEERS].row * line + pieces[i / PEERS].word; };
+        auto place = [&](int i) { return mine + ((W + source(i)) * part + number(i)) * 16; };
+        auto to = [&](int i) { return static_cast<int64_t>(row(i)) * p.out_pitch + pieces[i / PEERS].word * 16; };
 #pragma unroll
-        for (int r = 1; r < W; ++r)
-            if (wanted(r)) added[r] = added_at(p, to(r));
-        take_all(words, wanted, place, call, WAIT_COPYING, source, j);
+        for (int i = 0; i < COUNT; ++i)
+            if (wanted(i)) added[i] = added_at(p, to(i));
+        take_all(words, wanted, place, call, WAIT_COPYING, source, number(0));
 #pragma unroll
-        for (int r = 1; r < W; ++r)
-            if (wanted(r)) store(p.out + to(r), with_added(flip(words[r]), added[r]));
+        for (int i = 0; i < COUNT; ++i)
+            if (wanted(i)) store(p.out + to(i), with_added(flip(words[i]), added[i]));
     });
 }
 
