@@ -82,12 +82,19 @@ def completed(gpu: Gpu, own: Sequence[Sample], others: Iterable[Sample]) -> list
     return [*own, *(sample for sample in others if sample.way.fused and lacks(sample))]
 
 
-def fit(gpu: Gpu, samples: Sequence[Sample], factors: bool = True, begin: Model | None = None) -> Model:
+def fit(
+    gpu: Gpu,
+    samples: Sequence[Sample],
+    factors: bool = True,
+    begin: Model | None = None,
+    near: Model | None = None,
+) -> Model:
     """The model with the least squared logarithms of predicted over measured times, summed over the samples.
 
     Works that share constants, directly or through others, are fitted together, and so are the ways of a
     problem that does not know all of its sizes: only their ratios count. factors: whether configurations get
-    factors, too. begin: where constants begin.
+    factors, too. begin: where constants are held. near: a model that was fitted to nearly the same samples,
+    from which the search begins.
     """
     first = Model(gpu) if begin is None else begin
     uses = [_uses(sample.gpu or gpu, sample, first) for sample in samples]
@@ -99,7 +106,7 @@ def fit(gpu: Gpu, samples: Sequence[Sample], factors: bool = True, begin: Model 
     found: dict[str, float] = {}
     for group in _groups([*map(set, uses), *together.values()]):
         chosen = [(sample, use) for sample, use in zip(samples, uses, strict=True) if group & use.keys()]
-        fitted = _Fit(gpu, chosen, factors).run()
+        fitted = _Fit(gpu, chosen, factors).run(near)
         constants |= fitted.constants
         found |= fitted.factors
     return Model(gpu, dict(sorted(constants.items())), dict(sorted(found.items())))
@@ -171,7 +178,7 @@ class _Fit:
                 found.setdefault(sample.problem, []).append(row)
         return [*found.values()]
 
-    def run(self) -> Model:
+    def run(self, near: Model | None) -> Model:
         starts = {model: start for _, use in self.chosen for model, start in use.items()}
         self.names = [(model, name) for model in sorted(starts) for name in starts[model]]
         if self.factors:
@@ -187,7 +194,16 @@ class _Fit:
                 _tensor(math.log(sample.predicted(model)) for sample, _ in self.chosen) - measured
             )
 
-        return self._at(nearest(residuals, self._slopes, _tensor(begin), PRIOR / _tensor(spreads)))
+        guess = None if near is None else self._logs_of(near, begin)
+        return self._at(nearest(residuals, self._slopes, _tensor(begin), PRIOR / _tensor(spreads), guess))
+
+    def _logs_of(self, model: Model, begin: Sequence[float]) -> Tensor:
+        """Of its constants and factors; of those that it lacks as in `begin`."""
+        constants = (model.constants.get(of, {}).get(name) for of, name in self.names)
+        values = [*constants, *(model.factors.get(way) for way in self.ways)]
+        return _tensor(
+            first if value is None else math.log(value) for value, first in zip(values, begin, strict=True)
+        )
 
     def _at(self, logs: Tensor) -> Model:
         values = logs.exp().tolist()

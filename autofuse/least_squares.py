@@ -19,19 +19,20 @@ def nearest(
     slopes: Callable[[Tensor, Tensor], Tensor],
     start: Tensor,
     prior: Tensor,
+    guess: Tensor | None = None,
 ) -> Tensor:
     """The logarithms of the constants with the least residuals.
 
     residuals: logarithms of predicted over measured times; slopes: their derivatives, of constants and
-    residuals there; start: where it begins; prior: how much each constant is held there, in units of one
-    measurement that is off by as much.
+    residuals there; start: where constants are held; prior: how much each is held there, in units of one
+    measurement that is off by as much; guess: where the search begins, by default at `start`.
     """
 
     def cost(r: Tensor, logs: Tensor) -> float:
         huber = torch.nn.functional.huber_loss(r, torch.zeros_like(r), reduction="sum", delta=FAR_OFF)
         return float(huber + ((prior * (logs - start)).square()).sum() / 2)
 
-    logs, damping = start, 1e-2
+    logs, damping = start if guess is None else guess, 1e-2
     count = len(start)
     r = residuals(logs)
     best = cost(r, logs)

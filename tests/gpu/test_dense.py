@@ -51,6 +51,8 @@ CASES = [
     ("all_gather_matmul", 1000, 520, 1528, 1, 0),
     ("all_gather_matmul", 1008, 520, 1024, 2, 0),
     ("all_gather_matmul", 1024, 264, 8968, 1, 0),
+    ("all_gather_matmul", 1000, 264, 2552, 1, 0),
+    ("all_gather_matmul", 500, 264, 7160, 1, 0),
     ("all_gather_matmul", 4096, 2048, 1024, 1, 0),
     ("matmul_all_gather", 1, 1024, 2048, 1, 1),
     ("matmul_all_gather", 13, 264, 1000, 1, 1),

@@ -120,11 +120,12 @@ def _measured_ratios() -> Iterator[tuple[float, float]]:
     predictors: dict[tuple[int, int], Predictor] = {}
 
     def predicted(point: Point) -> float:
-        weight, problem = weight_of(point), problem_at(point)
+        weight, problem, times = weight_of(point), problem_at(point), dict(point.times)
         assert problem is not None
         if weight not in predictors:
             predictors[weight] = Predictor(model, tuple(p for p in points if weight_of(p) != weight))
-        return choose(problem, predictors[weight]).us
+        # A way that is newer than the point may be faster than all that were measured.
+        return next(each.us for each in predictors[weight].times(problem) if each.way in times)
 
     def best(point: Point) -> float:
         return min(time for _, time in point.times)
@@ -151,8 +152,8 @@ def test_predicted_ratios_of_split() -> None:
     found = list(_measured_ratios())
     errors = sorted(predicted / real - 1 for predicted, real in found)
     assert len(found) > 50
-    assert statistics.fmean(map(abs, errors)) < 0.024
-    assert errors[0] > -0.08
+    assert statistics.fmean(map(abs, errors)) < 0.025
+    assert errors[0] > -0.09
     assert errors[math.ceil(0.05 * len(errors))] > -SPLIT_ERROR
     taken = [real for predicted, real in found if predicted < 1 - SPLIT_ERROR]
     assert len(taken) > 5

@@ -71,8 +71,11 @@ def _is_whole(point: Point) -> bool:
 
 @cache
 def _fitted(gpu: Gpu, points: Points, factors: bool) -> Model:
-    """The model that is fitted to `points`. Kept, since several forms ask for the same one."""
-    return fit(gpu, samples_at(gpu, points), factors)
+    """The model that is fitted to `points`. Kept, since several forms ask for the same one.
+
+    The search begins at the shipped model, which was fitted to a few points more.
+    """
+    return fit(gpu, samples_at(gpu, points), factors, near=model.shipped(gpu.name))
 
 
 def predicted(factors: bool = True, corrected: bool = True) -> Form:
