@@ -26,6 +26,8 @@ from torch.distributed import Store
 from autofuse.lowering import notes
 from autofuse.native_kernels import cpu
 
+from .names import locked, remove_left_behind
+
 VISITS = ("autofuse", "autofuse/gpu", "autofuse/proofs")
 """Keys in the store of a group, of its visits by CPU ranks, by GPU ranks, and to compare proofs of graphs."""
 
@@ -64,6 +66,11 @@ class Peer:
     def is_dead(self) -> bool:
         """Whether the process has ended. False where that is not known, as in another pid namespace."""
         return self.namespace == _namespace() and _started(self.pid) != self.started
+
+
+def make_segment(name: str, nbytes: int) -> Tensor:
+    """New shared memory that peers open by its name. Raises NoRoom, or RuntimeError."""
+    return map_segment(locked(lambda: cpu.create_segment(name, nbytes)), nbytes)
 
 
 def map_segment(fd: int, nbytes: int) -> Tensor:
@@ -149,6 +156,7 @@ def meet(
     removes the names. Raises NotShared, or RuntimeError when a rank fails or has other sources of autofuse.
     """
     me = Peer.myself()
+    remove_left_behind()
     prefix = f"{VISITS[0]}/{visit(store, VISITS[0], rank)}"
     # Plans are never compared action by action: equal arguments and equal sources make equal plans.
     versions = all_gather(store, f"{prefix}/version", rank, known, sources_digest(), timeout_s)
@@ -172,7 +180,7 @@ def meet(
 
     try:
         try:
-            segment, problem = map_segment(cpu.create_segment(me.segment(0), nbytes), nbytes), ""
+            segment, problem = make_segment(me.segment(0), nbytes), ""
         except (RuntimeError, OSError) as error:
             segment, problem = torch.empty(0, dtype=torch.uint8), str(error)
         problems = all_gather(store, f"{prefix}/made", rank, peers, problem, timeout_s)

@@ -237,7 +237,7 @@ class Call:
         mine = torch.empty(0)
         try:
             try:
-                mine = rendezvous.map_segment(cpu.create_segment(name, total), total)
+                mine = rendezvous.make_segment(name, total)
             except cpu.NoRoom as error:
                 problem = str(error)
             without = [rank for rank, (full,) in enumerate(self.exchange([bool(problem)])) if full]

@@ -4,7 +4,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 
 import autofuse
-from autofuse.lowering.cpu.workspace import Call
+from autofuse.lowering.cpu import names, rendezvous
+from autofuse.lowering.cpu.workspace import Call, workspace_for
+from autofuse.lowering.gpu.memory.board import Board
 from tests.passes.dense import group as everybody
 from tests.passes.harness import passes_only
 from tests.ranks import RankPool, RanksFailed, fresh_group
@@ -105,3 +107,53 @@ def test_killed_inside_each_op(fresh: Callable[[int], RankPool], name: str) -> N
     with pytest.raises(RanksFailed) as failure:
         pool.run(_eager, name, 1, timeout=60)
     _check(pool, failure.value, name)
+
+
+def _names(pids: Iterable[int | None]) -> list[str]:
+    return [path.name for pid in pids for path in Path(names.FOLDER).glob(f"af*-{pid}-*")]
+
+
+def _all_killed_while_they_meet(rank: int, world: int) -> None:
+    board = Board.create(world)
+    board.__enter__()
+
+    def die(name: str) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return -1
+
+    with patch.object(rendezvous.cpu, "open_segment", die):
+        workspace_for(fresh_group())
+
+
+def _meets(rank: int, world: int, dead: list[int]) -> list[str]:
+    """The names of dead ranks after a meeting, while this rank has names of its own."""
+    segment = rendezvous.make_segment(f"/af-{os.getpid()}-01234567-0", 4096)
+    with Board.create(world):
+        workspace_for(fresh_group())
+        assert len(_names([os.getpid()])) == 2, "a name of a process that lives"
+    del segment
+    rendezvous.cpu.unlink_segment(f"/af-{os.getpid()}-01234567-0")
+    return _names(dead)
+
+
+def test_all_killed_while_they_meet(fresh: Callable[[int], RankPool]) -> None:
+    """What they leave behind is removed when other processes meet, which keep each other's names."""
+    pool = fresh(2)
+    with pytest.raises(RanksFailed):
+        pool.run(_all_killed_while_they_meet, timeout=60)
+    assert len(_names(pool.pids)) == 4
+    assert fresh(2).run(_meets, pool.pids) == [[], []]
+
+
+def test_names_that_are_in_use_stay() -> None:
+    """A lock lasts as long as a mapping of the file, or its descriptor."""
+    name = f"/af-{os.getpid()}-89abcdef-0"
+    segment = rendezvous.make_segment(name, 4096)
+    with Board.create(2) as path:
+        names.remove_left_behind.__wrapped__()
+        assert os.path.exists(path)
+        assert os.path.exists(names.FOLDER + name)
+        del segment
+        names.remove_left_behind.__wrapped__()
+        assert not os.path.exists(names.FOLDER + name)
+    assert not os.path.exists(path)

@@ -76,10 +76,10 @@ class Rank:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
     monkeypatch.setattr(module, "SETTLE_S", 0.02)
     monkeypatch.setattr(module, "LOOKS_PER_DEATH", 1)
-    path = Board.create(WORLD)
     peers = [Mock(pid=100 + r, **{"is_dead.return_value": False}) for r in range(WORLD)]
-    yield [Rank(r, Board(path, WORLD), peers) for r in range(WORLD)]
-    Board.remove(path)
+    with Board.create(WORLD) as path:
+        opened = [Rank(r, Board(path, WORLD), peers) for r in range(WORLD)]
+    yield opened
     watcher.failed.clear()
 
 

@@ -6,10 +6,11 @@ import ctypes
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 
+from autofuse.lowering.cpu.names import FOLDER, locked, remove_left_behind
 from autofuse.native_kernels.gpu.state import RECORD_WORDS
 
 ROW_BYTES = 1024
@@ -41,18 +42,19 @@ class Board:
         self._stages = [ctypes.c_int32.from_address(self._base + r * ROW_BYTES) for r in range(world)]
 
     @staticmethod
-    def create(world: int) -> str:
-        """The path of a board, which is to be removed once all ranks have opened it."""
-        path = f"/dev/shm/af-board-{os.getpid()}-{secrets.token_hex(4)}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.ftruncate(fd, world * ROW_BYTES)
-        os.close(fd)
-        return path
-
-    @staticmethod
-    def remove(path: str) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+    @contextmanager
+    def create(world: int) -> Iterator[str]:
+        """The path of a board, which is removed in the end: all ranks have opened it by then."""
+        remove_left_behind()
+        path = f"{FOLDER}/af-board-{os.getpid()}-{secrets.token_hex(4)}"
+        fd = locked(lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        try:
+            os.ftruncate(fd, world * ROW_BYTES)
+            yield path
+        finally:
+            os.close(fd)
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
     def stage(self, rank: int) -> Stage:
         return Stage(self._stages[rank].value)

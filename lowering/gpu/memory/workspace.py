@@ -11,7 +11,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
@@ -81,18 +81,15 @@ class GpuWorkspace:
         self._capturing = False
         self._peers = identities.known(group)
         self._introduced = False
-        board = ""
-        try:
-            why = why_not(device) or ""
+        board, why = "", why_not(device) or ""
+        with ExitStack() as named:
             if self.rank == 0 and not why:
                 try:
-                    board = Board.create(self.world)
+                    board = named.enter_context(Board.create(self.world))
                 except OSError as error:
                     why = f"no shared memory of the host: {error}"
             self._introduce(why, board)
             regions, local, _ = allocate(None, LEAST, group, device, self.meet)  # all have opened the board
-        finally:
-            Board.remove(board)
         presence = [view.view(torch.int32)[FIRST_PRESENCE:] for view in regions["copy_signals"].views]
         self._state = new_state(self._record, presence, self._firm, device)
         self._held = Memory(self._described(regions, local), LEAST)
