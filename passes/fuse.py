@@ -30,7 +30,7 @@ from .graph.emit import CannotEmit, Emitter, erase_unused, order_nodes, relax_vi
 from .graph.follow import WAIT, aten
 from .graph.functional import arguments
 from .graph.listing import listing, owners_of, tie, tie_merged
-from .legality import check_match, check_metadata, check_place, group_size
+from .legality import check_match, check_metadata, check_place, group_size, late_readers
 from .matchers import matchers_of
 from .matchers.match import Match, context_of
 from .merge import merge_fused
@@ -233,7 +233,10 @@ def _find(
     for matcher in matchers:
         if legal and not matcher.competes:
             continue
-        found = matcher.match(anchor, context_of(anchor, world, settings, taken))
+        context = context_of(anchor, world, settings, taken)
+        found = matcher.match(anchor, context)
+        if isinstance(found, Match) and late_readers(anchor.node, found) is None:
+            found = matcher.match(anchor, replace(context, hands_out=False))
         reject = check_match(anchor, found, settings, world) if isinstance(found, Match) else found
         if isinstance(found, Match) and reject is None:
             legal.append(found)
@@ -267,6 +270,10 @@ def _rewrite(graph: fx.Graph, anchor: Anchor, match: Match) -> Emitter | Reject:
     emitter = Emitter(anchor.node, match.shapes)
     unordered = bool(match.early) or any(anchor.node < n for n in match.inputs)
     reader = _reader_of_unread(anchor)
+    behind = anchor.node
+    for node in late_readers(anchor.node, match) or ():
+        behind.append(node)
+        behind = node
     try:
         emitter.replace_sizes(anchor.results)
         match.apply(emitter)

@@ -13,7 +13,7 @@ from torch import fx
 
 from .graph.anchors import Anchor
 from .graph.emit import erase_unused
-from .graph.paths import collective_above
+from .graph.paths import fixed_above
 from .matchers.match import Match
 from .merge import same_value
 
@@ -63,7 +63,7 @@ def _is_again(anchor: Anchor, first: Anchor) -> bool:
 def _may_stand_at(first: Anchor, found: Match) -> bool:
     """Whether the inputs of the later op, such as weights, need no collective behind the first gather."""
     inputs = [n for n in found.inputs if isinstance(n, fx.Node)]
-    return all(collective_above(n, first.node) is None for n in inputs)
+    return all(fixed_above(n, first.node) is None for n in inputs)
 
 
 def _read(first: Anchor, again: Anchor) -> None:

@@ -17,7 +17,7 @@ from autofuse.lowering.orders import make_plan
 
 from .graph.anchors import OPAQUE, Anchor
 from .graph.follow import tensor
-from .graph.paths import all_below, collective_above, collective_between
+from .graph.paths import all_below, fixed_above, is_fixed, move_behind, nodes_between
 from .matchers import matchers_of
 from .matchers.match import Match
 from .reasons import Reason, Reject
@@ -101,21 +101,34 @@ def _check_sequence(node: fx.Node, match: Match) -> Reject | None:
     """Why the fused op would change places with another collective, or be computed from itself; None if
     neither.
 
-    All ranks must start the collectives of a group in the same sequence.
+    An input that a later collective computes is computed so on all ranks: they run the same program.
     """
     for user in match.early:
-        between = collective_between(user, node) if user < node else None
-        if between is not None:
-            return Reject(Reason.EXTRA_USERS, f"{user.name} reads the product before {between.name}")
         if not {user, *all_below([user])}.isdisjoint(match.inputs):
             return Reject(
                 Reason.EXTRA_USERS, f"{user.name} reads the product, and leads to an input of the op"
             )
     for entry in match.inputs:
-        above = collective_above(entry, node) if node < entry else None
+        above = fixed_above(entry, node) if node < entry else None
         if above is not None:
-            return Reject(Reason.EXTRA_USERS, f"{entry.name} depends on the later collective {above.name}")
+            return Reject(Reason.EXTRA_USERS, f"{entry.name} depends on {above.name}, which cannot move")
     return None
+
+
+def late_readers(node: fx.Node, match: Match) -> list[fx.Node] | None:
+    """The nodes that move behind the collective, in this order, since readers of the product will read the
+    fused op. None if these readers need a product of their own.
+
+    Ranks may read a product differently, and one of them may hand it to a collective of a group that the
+    other ranks are not in. So no reader keeps a site from being fused.
+    """
+    first = min((user for user in match.early if user < node), default=None)
+    if first is None:
+        return []
+    is_free = not any(map(is_fixed, nodes_between(first, node)))
+    if is_free and all(fixed_above(entry, first) is None for entry in match.inputs):
+        return []  # the op moves before the readers
+    return move_behind(match.early, node)
 
 
 def _check_gpu_kernels(match: Match) -> Reject | None:

@@ -27,7 +27,7 @@ from .graph.anchors import is_fused
 from .graph.emit import Emitter, erase_unused, order_nodes
 from .graph.follow import Shapes, argument, aten, dtype_of, follow, is_cast, is_view
 from .graph.layout import Layout
-from .graph.paths import between, collective_above
+from .graph.paths import between, fixed_above
 from .matchers.match import fill_biases
 
 _REDUCTIONS = (
@@ -268,7 +268,7 @@ def _is_twin(node: fx.Node, first: fx.Node) -> bool:
     if any(node.args[p] != first.args[p] for p in place) or not same_value(node.args[0], first.args[0]):
         return False
     inputs = [n for n in node.all_input_nodes if n is not node.args[0]]
-    return all(collective_above(n, first.prev) is None for n in inputs)
+    return all(fixed_above(n, first.prev) is None for n in inputs)
 
 
 def same_value(a: object, b: object) -> bool:

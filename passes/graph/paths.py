@@ -1,12 +1,19 @@
-"""Paths in a graph: the nodes between two nodes, and collectives on the way."""
+"""Paths in a graph: the nodes between two nodes, and which of them may move.
+
+Collectives keep their sequence on every rank, also those of different groups: of three groups that share
+ranks in pairs, each rank could otherwise wait for another one. So nothing moves a collective past another.
+Random numbers keep their sequence, too, since each depends on how many were drawn before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
+import torch
 from torch import fx
 
 from .anchors import Anchor, is_collective
+from .follow import WAIT
 
 
 def between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
@@ -55,19 +62,44 @@ def stops_above(node: fx.Node, stops: Set[fx.Node]) -> list[fx.Node]:
     return sorted(seen & stops)
 
 
-def collective_above(node: fx.Node, first: fx.Node) -> fx.Node | None:
-    """A collective behind `first` in the graph that `node` is, or is computed from; None if there is none."""
+def fixed_above(node: fx.Node, first: fx.Node) -> fx.Node | None:
+    """A node behind `first` in the graph that `node` is, or is computed from, and that cannot move to before
+    `first`; None if there is none."""
     seen: set[fx.Node] = set()
     work = [node]
     while work:
         n = work.pop()
         if n in seen or not first < n:
             continue
-        if is_collective(n):
+        if is_fixed(n) or (_draws(n) and any(map(_draws, nodes_between(first, n)))):
             return n
         seen.add(n)
         work.extend(n.all_input_nodes)
     return None
+
+
+def move_behind(users: Sequence[fx.Node], node: fx.Node) -> list[fx.Node] | None:
+    """The nodes that come behind `node`, in this order, if `users` do; None if one of them cannot."""
+    below = {*users, *all_below(users)}
+    moved = sorted(n for n in below if n < node)
+    if node in below or any(map(is_fixed, moved)):
+        return None
+    drawn = next(filter(_draws, moved), None)
+    if drawn is not None and any(_draws(n) and n not in below for n in nodes_between(drawn, node)):
+        return None
+    return moved
+
+
+def is_fixed(n: fx.Node) -> bool:
+    """Whether nothing may change places with the node: a collective, or an op that changes memory or has
+    other effects."""
+    return is_collective(n) or (n.target is not WAIT and not _draws(n) and n.is_impure())
+
+
+def _draws(n: fx.Node) -> bool:
+    """Whether the node draws random numbers."""
+    tags = getattr(n.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or "rng_state" in str(n.target)
 
 
 def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
@@ -83,11 +115,9 @@ def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
     return next((u for n in inside for u in n.users if u not in inside and u is not anchor.node), None)
 
 
-def collective_between(first: fx.Node, last: fx.Node) -> fx.Node | None:
-    """A collective, fused or not, that stands between two nodes of a graph; None if there is none."""
+def nodes_between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that stand between two nodes of a graph."""
     node = first.next
     while node is not last:
-        if is_collective(node):
-            return node
+        yield node
         node = node.next
-    return None

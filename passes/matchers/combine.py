@@ -61,9 +61,10 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
     place = _place(anchor, context, found, placement)
     if isinstance(place, Reject):
         return place
-    early = extra_users(
-        placement.node if placement else anchor.node, source if placement is None else placement.rows, found
-    )
+    early: tuple[fx.Node, ...] = ()
+    if context.hands_out:
+        end, rows_sent = (anchor.node, source) if placement is None else (placement.node, placement.rows)
+        early = extra_users(end, rows_sent, found)
     *batch, rows, columns = found.shape
     count = prod(batch)
     weights = count if found.offsets is None else context.shapes.known(found.w[0])[0]

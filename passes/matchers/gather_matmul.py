@@ -21,7 +21,7 @@ from autofuse.passes.graph.anchors import Anchor, fused_op
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, dtype_of, is_cast, is_view
 from autofuse.passes.graph.layout import Cut, Digit, Layout, Size, cut_out, exact_quotient, prod, same_size
-from autofuse.passes.graph.paths import collective_above, depends_on
+from autofuse.passes.graph.paths import depends_on, fixed_above
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, values
@@ -150,13 +150,13 @@ def _choose(
     for c in consumers:
         cut = cut_out(c.layout, rank)
         late = depends_on(anchor, c.inputs)
-        later = next((hit for n in c.inputs if (hit := collective_above(n, anchor.node)) is not None), None)
+        later = next((hit for n in c.inputs if (hit := fixed_above(n, anchor.node)) is not None), None)
         if cut is None or c.layout.fixed or not same_size(prod(c.layout.shape), total):
             why = Reject(Reason.LAYOUT, f"{c.reader.view.name} is no whole view of the gathered tensor")
         elif late is not None:
             why = Reject(Reason.EXTRA_USERS, f"the weight {late.name} depends on the gathered tensor")
         elif later is not None:
-            why = Reject(Reason.EXTRA_USERS, f"a weight depends on the later collective {later.name}")
+            why = Reject(Reason.EXTRA_USERS, f"a weight depends on {later.name}, which cannot move")
         else:
             found.setdefault(c.layout, ([], cut))[0].append(c)
             continue

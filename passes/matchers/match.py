@@ -30,6 +30,8 @@ class Context:
     shapes: Shapes
     taken: frozenset[fx.Node] = frozenset()
     """Matmuls behind an all_gather that reductions are going to take."""
+    hands_out: bool = True
+    """Whether readers of a product read that of the fused op; else torch multiplies once more for them."""
 
     @property
     def common(self) -> tuple[str, str, str]:

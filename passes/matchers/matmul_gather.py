@@ -86,7 +86,7 @@ def match_matmul_gather(anchor: Anchor, context: Context) -> Found:
     if cut is not None:
         # A rank that has less than the others pads its part, and all cut the padding off the result.
         return Reject(Reason.UNEVEN, f"{cut.user.name} leaves some of the gathered dim out, maybe padding")
-    early = extra_users(anchor.node, anchor.input, found)
+    early = extra_users(anchor.node, anchor.input, found) if context.hands_out else ()
     place = _wanted(views, found.shape)
     rows, columns = found.shape
     matmuls = tuple((rows, shapes.known(x)[-1], columns) for x in found.x)

@@ -86,7 +86,7 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
     readers = readers_of_rows(found)
     if early and found.rows is not None:
         return Reject(Reason.EXTRA_USERS, f"the tokens are also read by {early[0].name}")
-    early = early or readers
+    early = (early or readers) if context.hands_out else ()
     grouped = found.stages[0].startswith(GROUPED)
     nbytes = prod(found.shape) * found.dtype.itemsize
     reads = found.stages[0] == ROWS or bool(found.bags)

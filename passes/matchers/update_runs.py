@@ -11,7 +11,7 @@ from autofuse.lowering.buckets import BUCKET
 from autofuse.lowering.ops.all_reduce_update import MOST_BUCKETS
 from autofuse.passes.graph.anchors import Anchor, find_anchors
 from autofuse.passes.graph.follow import dtype_of, tensor
-from autofuse.passes.graph.paths import all_below, collective_above
+from autofuse.passes.graph.paths import all_below, fixed_above
 
 from .sum_parts import elements, parts_of
 from .update_rule import changed
@@ -52,7 +52,7 @@ def _cut(members: list[tuple[Anchor, int]]) -> list[Names]:
         if anchor.input in below:
             continue
         left -= size
-        if left < 0 or collective_above(anchor.input, runs[-1][0].node) is not None:
+        if left < 0 or fixed_above(anchor.input, runs[-1][0].node) is not None:
             runs.append([])
             left = MOST_BUCKETS - size
         runs[-1].append(anchor)

@@ -171,7 +171,7 @@ PASSES = (
     Mutation(
         "gathers are merged over a collective between them",
         "merge.py",
-        "return all(collective_above(n, first.prev) is None for n in inputs)",
+        "return all(fixed_above(n, first.prev) is None for n in inputs)",
         "return len(inputs) > 0",
         (*_of("robustness", "order"), *PROGRAMS),
     ),

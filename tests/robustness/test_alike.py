@@ -136,6 +136,19 @@ def _sum_of_two(rank: int, biased: bool, read: bool) -> list[str]:
     return _compare(fn)
 
 
+def _read_by_another_group(rank: int, world: int) -> list[str]:
+    """One rank hands the product to an earlier collective, of a group that the others are not in."""
+    group, (x, w), alone = fresh_group(), _operands(rank), dist.new_group([0])
+
+    def fn() -> Tensor:
+        product, more = x @ w, torch.zeros(())
+        if rank == 0:
+            more = funcol.all_reduce(product.sin(), "sum", alone).sum()
+        return funcol.all_reduce(product, "sum", group) + more
+
+    return _compare(fn)
+
+
 def _contracted_sizes(rank: int, world: int, *sizes: int) -> list[str]:
     """Inductor replaces small matmuls by products and sums, before our passes if nothing keeps it from it."""
     group, k = fresh_group(), sizes[rank]
@@ -197,6 +210,7 @@ def _from_another_folder(rank: int, world: int, directory: str) -> list[str]:
         (_gathered_for_one_rank, ["matmul_all_gather"]),
         (_biased_sum, ["matmul_all_reduce"] * 2),
         (_sum_of_a_product_read_on_one_rank, ["matmul_all_reduce"] * 2),
+        (_read_by_another_group, ["matmul_all_reduce"]),
     ],
 )
 def test_programs_that_differ_by_rank(ranks: Ranks, fn: Callable[..., Any], fused: list[str]) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._inductor import config as inductor
 from torch._inductor.utils import run_and_get_code
 
 import autofuse
@@ -63,10 +64,18 @@ def matmul_first(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 
 def read_early(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """A product is read by an earlier collective: the fused op cannot move before that."""
+    """A product is read by an earlier collective: the fused op cannot hand it out before that."""
     p = x @ w
     early = reduce(p.sin())
     return early, reduce(p), p.cos(), reduce(w @ x)
+
+
+def read_before_another(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A product is read before an earlier collective, which does not need it: the reader moves behind."""
+    p = x @ w
+    early = p.sin().sum(-1)
+    other = reduce(x.cos())
+    return early, other, scatter(p), reduce(w @ x)
 
 
 def weight_late(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -92,7 +101,9 @@ def in_place(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return before, y, z
 
 
-PROGRAMS = [mixed, independent, matmul_first, read_early, weight_late, two_gathers, in_place]
+PROGRAMS = [
+    mixed, independent, matmul_first, read_early, read_before_another, weight_late, two_gathers, in_place,
+]  # fmt: skip
 
 
 def collectives(code: str) -> list[str]:
@@ -118,6 +129,62 @@ def test_the_sequence_is_kept(program: Program, order: str) -> None:
     for graph in report.graphs:
         assert collectives(str(graph.before)) == collectives(str(graph.after))
         assert len(collectives(str(graph.before))) == len(graph.sites)
+
+
+def test_readers_move_behind_the_fused_op() -> None:
+    """In a forward graph; in one for inference Inductor has moved them to where their results are read."""
+    with fake_group(2), autofuse.config.patch(policy="always"):
+        report = autofuse.explain(read_before_another)(torch.ones(8, 8, requires_grad=True), torch.ones(8, 8))
+    graph = report.graphs[0]
+    assert [site.fused for site in graph.sites] == [False, True, True], report
+    assert collectives(str(graph.before)) == collectives(str(graph.after))
+    assert str(graph.after).count("aten.mm") == 0, graph.after
+
+
+def dropped_weight(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The weight would have to be known before the gather."""
+    gathered = gather(x)
+    return gathered @ (w * torch.rand_like(w)), torch.rand(3)
+
+
+def dropped_weight_behind(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    gathered, noise = gather(x), torch.rand(3)
+    return gathered @ (w * torch.rand_like(w)), noise
+
+
+def dropped_weight_of_two(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The second gather would be computed with the first one."""
+    first, noise = gather(x) @ w, torch.rand(3)
+    return first, noise, gather(x) @ (w * torch.rand_like(w))
+
+
+def read_early_with_noise(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The reader of the product would have to come behind the second collective."""
+    p = x @ w
+    early = p * torch.rand_like(p)
+    other, noise = reduce(x.cos()), torch.rand(3)
+    return early, other, reduce(p), noise
+
+
+@pytest.mark.parametrize(
+    ("program", "fused"),
+    [
+        (dropped_weight, [True]),
+        (dropped_weight_behind, [False]),
+        (dropped_weight_of_two, [True, True]),
+        (read_early_with_noise, [False, True]),
+    ],
+)
+def test_random_numbers_keep_their_sequence(program: Program, fused: list[bool]) -> None:
+    """Where Inductor leaves them to torch: each draw depends on how many were drawn before."""
+    draws = []
+    with fake_group(2), autofuse.config.patch(policy="always"), inductor.patch(fallback_random=True):
+        report = autofuse.explain(program)(torch.ones(8, 8), torch.ones(8, 8))
+    for listing in (report.graphs[0].before, report.graphs[0].after):
+        draws.append(re.findall(r"aten\.rand\w*", str(listing)))
+    assert draws[0] == draws[1]
+    assert sorted(set(draws[0])) == ["aten.rand", "aten.rand_like"]
+    assert [site.fused for site in report.sites] == fused, report
 
 
 def by_memory(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
