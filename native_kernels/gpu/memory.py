@@ -70,6 +70,7 @@ class Need:
     words: int = 0
     gathers: int = 0
     copies: int = 0
+    products: int = 0
     signals: int = 0
     copy_signals: int = 0
     pieces: int = 0
@@ -108,6 +109,9 @@ class PeerMemory:
         words         flag-in-payload (`include/words.cuh`), two halves, 0 between calls
         gathers       flag-in-payload that many blocks read (`gather_words.cu`), three thirds
         copies        what copy engines of peers store, one half
+        products      products that torch's kernels add up over the ranks, one half; never used for anything
+                      else: they are read behind the last barrier of such a kernel, when a peer may be in the
+                      next call
         signals       counters, int32, two halves
         copy_signals  flags that copy engines raise for `copies`; then of every peer a credit, 1 at first;
                       then of every peer its presence: the number of the last call that it has started
@@ -129,6 +133,7 @@ class PeerMemory:
     words: Region
     gathers: Region
     copies: Region
+    products: Region
     signals: Region
     copy_signals: Region
     state: Tensor

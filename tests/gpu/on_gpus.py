@@ -70,7 +70,7 @@ def poison() -> None:
     ).memory
     torch.cuda.synchronize()
     dist.barrier()
-    for region in (memory.inbox, memory.finished, memory.copies):
+    for region in (memory.inbox, memory.finished, memory.copies, memory.products):
         region.views[memory.rank].fill_(255)
     memory.outbox.fill_(255)
     memory.pieces.fill_(math.nan)

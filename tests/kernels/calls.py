@@ -74,8 +74,8 @@ def peer_memory(rank: int, world: int, need: Need, polls: int = 3_000_000) -> Pe
     unlink()
     nothing = Region.of([segment[:0] for segment in segments])
     return PeerMemory(
-        rank, world, 1, inbox, finished, packets, words, nothing, nothing, signals, nothing, state, record,
-        pieces, done, segments[rank][:0],
+        rank, world, 1, inbox, finished, packets, words, nothing, nothing, nothing, signals, nothing, state,
+        record, pieces, done, segments[rank][:0],
     )  # fmt: skip
 
 

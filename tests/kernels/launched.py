@@ -72,7 +72,9 @@ def peer_memory(world: int, need: Need) -> PeerMemory:
         mine = torch.empty(max(getattr(found, name), 16), dtype=torch.uint8)
         return Region.of([mine] * world)
 
-    names = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals", "copy_signals")
+    names = (
+        "inbox", "finished", "packets", "words", "gathers", "copies", "products", "signals", "copy_signals",
+    )  # fmt: skip
     return PeerMemory(
         0, world, 132, *map(region, names), torch.zeros(STATE_LENGTH, dtype=torch.int64),
         torch.zeros(RECORD_WORDS, dtype=torch.int32), torch.empty(found.pieces), torch.empty(found.done),

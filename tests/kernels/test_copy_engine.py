@@ -61,7 +61,7 @@ def group(world: int) -> list[PeerMemory]:
     nothing = Region.of([torch.empty(0)])
     return [
         PeerMemory(
-            r, world, 132, *[nothing] * 5, regions.copies, nothing, regions.signals,
+            r, world, 132, *[nothing] * 5, regions.copies, nothing, nothing, regions.signals,
             torch.zeros(STATE_LENGTH, dtype=torch.int64), torch.zeros(8, dtype=torch.int32), torch.empty(0),
             torch.zeros(2 * world * SLICES, dtype=torch.int32), torch.empty(nbytes, dtype=torch.uint8),
         )

@@ -14,16 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.lowering import runs
+from autofuse.lowering import runs, torch_internals
 from autofuse.lowering.gpu.choice import calls
 from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL, Problem, Way, ways_of
 from autofuse.lowering.gpu.choice.launcher import NOT_CAPTURED, Launcher
 from autofuse.lowering.gpu.dense import call as dense
-from autofuse.lowering.gpu.dense.ways import REDUCE, TWO_SHOT
+from autofuse.lowering.gpu.dense.ways import REDUCE, TWO_SHOT, DenseProblem
 from autofuse.lowering.gpu.experts import call as expert_ops
 from autofuse.lowering.gpu.experts.ways import COMBINE
+from autofuse.lowering.gpu.memory.allocation import REGIONS
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.runs import MEASURED, PREDICTED, Ran, Timed
+from tests.kernels.launched import peer_memory
 
 WORLD, SITE = 4, ("group", "direct", "/home/me/model.py:3")
 K, N = 64, 8192
@@ -157,3 +159,24 @@ def test_calls_of_experts_note_theirs_once(gpu: Gpu, monkeypatch: pytest.MonkeyP
     assert _combine(8) == "torch's"
     assert [each.why for each in _told(COMBINE, *at).fell_back] == [NOT_CAPTURED]
     assert not any(run.captured for run in _told(COMBINE, *at).runs)
+
+
+def test_the_sum_of_torch_is_copied_from_memory_that_no_call_uses(gpu: Gpu) -> None:
+    """Behind the last barrier of the reduction a peer may be in its next call, and store to this rank."""
+    gpu.knows(_timed(TWO_SHOT, 700.0), settled=TWO_SHOT)
+    shape = 8192, N
+    need = ways_of(DenseProblem(REDUCE, shape[0], K, N, WORLD, torch.bfloat16, 132))[TWO_SHOT].need
+    memory = peer_memory(WORLD, need)
+    gpu.workspace.enter.return_value = memory, 0, False
+
+    def reduced(x: Tensor, group_name: str, once: bool) -> Tensor:
+        for name in REGIONS:
+            if name != "products":
+                getattr(memory, name).views[0].fill_(0xFF)
+        return x
+
+    with patch.object(torch_internals, "symmetric_all_reduce", reduced):
+        (total,) = _reduce(shape[0])
+    memory.products.views[0].fill_(0xFF)  # as the product of a later call does
+    assert total.shape == shape
+    assert not total.any()

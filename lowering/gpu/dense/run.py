@@ -176,7 +176,7 @@ class Reduction:
         if self._way.name == ASYNC_TP:
             out = torch_internals.async_tp_matmul_reduce_scatter(of.x[0], of.w[0], group_name)
             return self._averaged(out)
-        p = memory.finished.views[memory.rank].view(problem.dtype)[: problem.m * problem.n]
+        p = memory.products.views[memory.rank].view(problem.dtype)[: problem.m * problem.n]
         of.product(p.view(problem.m, problem.n))
         out = torch_internals.symmetric_all_reduce(p, group_name, self._way.name == ONE_SHOT)
         # torch's variant with an output of its own was measured to be slower than this and a copy.

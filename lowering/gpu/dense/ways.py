@@ -108,7 +108,7 @@ class DenseProblem(OfOp):
             # torch's kernels read and write 16 bytes at a time, of every rank's share.
             whole = nbytes % (16 * self.world) == 0
             if self.dtype in (torch.bfloat16, torch.float32) and whole and self.world in (2, 4, 8):
-                need = Need(finished=nbytes)
+                need = Need(products=nbytes)
                 if nbytes <= MOST_ONE_SHOT_BYTES:
                     ways.append(Way(ONE_SHOT, one_shot_work, need=need))
                 ways.append(Way(TWO_SHOT, two_shot_work, need=need))

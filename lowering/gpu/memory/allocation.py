@@ -34,6 +34,7 @@ LEAST = Need(
     words=8 << 20,
     gathers=4 << 20,
     copies=0,
+    products=0,
     signals=1 << 18,
     copy_signals=4 * FIRST_CREDIT,
     pieces=1 << 20,
@@ -42,7 +43,7 @@ LEAST = Need(
 )
 """What a workspace starts with (bytes; elements of pieces and done). Copy signals never grow."""
 
-REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "signals")
+REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "products", "signals")
 LOCAL = {"pieces": torch.float32, "done": torch.int32, "outbox": torch.uint8}
 
 LEAST_BYTES = 16
