@@ -6,6 +6,7 @@ kernels, ranks on several hosts) leaves a note, too, and all ranks of the group 
 """
 
 import os
+import re
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup, Store
 from autofuse.lowering.torch_internals import group_store, resolve_group
 
 _MOST_NOTES = 64
+_MERGED = re.compile(r"(:\d+)\+")
 _kept: "WeakKeyDictionary[ProcessGroup, deque[str]]" = WeakKeyDictionary()
 
 
@@ -32,7 +34,7 @@ def tell_kept(group: str | ProcessGroup, notes: Iterable[str]) -> None:
 def kept_by(store: Store, rank: int, site: str = "") -> str:
     """A sentence about the sites that `rank` has kept: the sites at `site`, else the latest ones."""
     notes = _read(store, f"autofuse/kept/{rank}").splitlines()
-    here = [note for note in notes if site and f"{place(site)} " in note]
+    here = [note for note in notes if site and any(f"{at} " in note for at in place(site).split("+"))]
     told = here or ([] if site else notes[-3:])
     if told:
         return f"rank {rank} kept {'; '.join(told)}: all ranks must decide alike (docs/guide.md)"
@@ -50,8 +52,9 @@ def declined(store: Store, rank: int, device: str) -> str:
 
 
 def place(site: str) -> str:
-    """A site without its folder, since ranks may have the sources in different folders."""
-    return os.path.basename(site)
+    """A site without its folder, since ranks may have the sources in different folders; of merged sites,
+    which have `+` between them, all of them."""
+    return "+".join(map(os.path.basename, _MERGED.sub("\\1\n", site).split("\n")))
 
 
 def _write(group: ProcessGroup, key: str, text: str) -> None:

@@ -38,7 +38,7 @@ class SiteKey:
 
     @classmethod
     def of(cls, op: str, site: str, group: str, shapes: Shapes) -> SiteKey:
-        return cls(op, "+".join(map(place, site.split("+"))), group, shapes)
+        return cls(op, place(site), group, shapes)
 
     def has(self, call: SiteKey) -> bool:
         """Whether a call is one of this site, as far as names and sizes tell."""

@@ -10,6 +10,10 @@ the ranks do not.
 In two cases the merged op computes one product and adds the others, which torch multiplies. Under autocast
 products in bfloat16 are rounded one by one, and their reductions are in float32. A layer of experts adds the
 rows of the experts that a router chose, and the product of those that see every token.
+
+Ranks must merge the same ops. That depends on who reads what was reduced, and on the form of products, which
+are those of the program that all ranks run. The site of a merged op names all that it was merged from, also
+where these are calls of one line: ranks compare it, and find out if one of them has not merged.
 """
 
 from __future__ import annotations
@@ -138,6 +142,10 @@ def _merge_sum(summands: Sequence[fx.Node]) -> None:
             _rewrite_sum(sorted(terms, key=_op))
 
 
+def _site(ops: Sequence[fx.Node]) -> str:
+    return "+".join(str(op.args[-1]) for op in ops)
+
+
 def _summands(total: fx.Node) -> list[fx.Node]:
     """The summands of a tree of sums, of which only the root may have several users."""
     found: list[fx.Node] = []
@@ -187,7 +195,7 @@ def _rewrite_sum(terms: Sequence[Summand]) -> None:
         x, w, given, product = main.args[:4]
         added = [apart.get(op) or _multiplied(emitter, op) for op in ops if op is not main]
         operands, product = _added(emitter, list(given), str(product), _total(emitter, added))
-    site = "+".join(dict.fromkeys(str(op.args[-1]) for op in ops))
+    site = _site(ops)
     place, rest = last_op.args[4:-7], last_op.args[-6:-1]
     fused = emitter.call(last_op.target, x, w, operands, product, *place, False, *rest, site)
     last.item.replace_all_uses_with(emitter.item(fused, 0))
@@ -297,7 +305,7 @@ def _merge_gathers(ops: Sequence[fx.Node]) -> None:
     emitter = Emitter(first, Shapes())
     x = first.args[0]
     assert isinstance(x, fx.Node)
-    site = "+".join(dict.fromkeys(str(op.args[-1]) for op in ops))
+    site = _site(ops)
     bias = fill_biases(emitter, x, biases)
     fused = emitter.call(_GATHER, x, every, bias, *first.args[3:5], keep, *first.args[6:8], site)
     position = 0

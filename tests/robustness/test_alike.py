@@ -466,6 +466,26 @@ def test_a_rank_that_kept_what_others_fused(ranks: Ranks, met: bool) -> None:
             assert "latest call on this group is epoch 2, matmul_all_reduce at eager (sum" in text, text
 
 
+def _merges_alone(rank: int, world: int) -> str:
+    """Reductions of one line, of equal shapes: rank 0 reads one of the sums, which the other rank merges."""
+    group, (x, w) = fresh_group(), _operands(rank)
+
+    def fn() -> tuple[Tensor, ...]:
+        first, second = (funcol.all_reduce(each @ w, "sum", group) for each in (x, x + 1))
+        return (first + second, first.sin()) if rank == 0 else (first + second,)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return _error(torch.compile(fn, backend=passes_only()))
+
+
+def test_a_rank_that_merged_what_another_reads(ranks: Ranks) -> None:
+    """An error, and no wrong sum: the first op of rank 0 reduces a part of what the other one does."""
+    for text in ranks(2).run(_merges_alone):
+        assert "the ranks disagree" in text
+        assert re.search(r"(test_alike\.py:\d+)\+\S*\1", text), text
+
+
 def _other_version(rank: int, world: int) -> str:
     digest = f"{rank:016}"
     with patch.object(rendezvous, "sources_digest", lambda: digest):

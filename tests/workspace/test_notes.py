@@ -4,7 +4,7 @@ import pytest
 from torch.distributed import HashStore
 
 from autofuse.lowering.cpu.rendezvous import Declined, all_gather
-from autofuse.lowering.notes import declined
+from autofuse.lowering.notes import declined, kept_by, place
 
 
 def test_ranks_without_cpu_kernels_meet_on_gpus() -> None:
@@ -17,3 +17,18 @@ def test_ranks_without_cpu_kernels_meet_on_gpus() -> None:
         all_gather(store, "b", 0, [None, None], "x", 0.1, "cuda")
     store.set("c/1", "y")
     assert all_gather(store, "c", 0, [None, None], "x", 1.0, "cuda") == ["x", "y"]
+
+
+def test_places_of_merged_sites() -> None:
+    """Each without its folder, which may have a + in its name."""
+    merged = "/home/a+b/model.py:3+/home/a+b/other.py:15"
+    assert place(merged) == "model.py:3+other.py:15"
+    assert (place("/a/model.py:3"), place("all_reduce"), place("eager")) == (
+        "model.py:3",
+        "all_reduce",
+        "eager",
+    )
+    store = HashStore()
+    store.set("autofuse/kept/1", "all_reduce at model.py:3 (dtype)")
+    assert "rank 1 kept all_reduce at model.py:3" in kept_by(store, 1, merged)
+    assert "its report says why" in kept_by(store, 1, "/home/a+b/model.py:31")
