@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse.lowering.buckets import buckets_of
 from autofuse.lowering.direct import PLAIN, direct
-from autofuse.lowering.torch_internals import nobody_intervenes, placements, resolve_group
+from autofuse.lowering.torch_internals import has_values, nobody_intervenes, placements, resolve_group
 from autofuse.lowering.update_rules import RULES
 from autofuse.optim.on_device import OnDevice
 
@@ -113,13 +115,43 @@ class Batch:
             self.on_device.advance()
 
 
-def misfit(param: Tensor) -> str:
+def with_names(given: Sequence[Any], others: Mapping[Tensor, str], op: str) -> dict[Tensor, str]:
+    """The names of other parameters, and of these: tensors, or pairs of a name and a tensor. ValueError for
+    what cannot be a parameter of a batch besides the others."""
+    names = dict(others)
+    starts = {_start(param): name for param, name in names.items()}
+    for each in given:
+        name, param = each if isinstance(each, tuple) else (None, each)
+        if not isinstance(param, Tensor):
+            continue  # torch says what is wrong with it
+        name = name or f"parameter {len(names)} {list(param.shape)}"
+        if param in names:
+            raise ValueError(f"{op}: {names[param]} is given twice, the second time as {name}")
+        if problem := _misfit(param):
+            raise ValueError(f"{op}: {name} is {problem}")
+        start = _start(param)
+        if start and start in starts:
+            # Their elements may have several owners, of which the last one to write would win.
+            raise ValueError(
+                f"{op}: {starts[start]} and {name} share memory; make them one parameter, or give each "
+                "memory of its own"
+            )
+        starts[start] = names[param] = name
+    return names
+
+
+def _misfit(param: Tensor) -> str:
     """Why a tensor cannot be a parameter of a batch, and what can; empty if it can."""
     if placements(param) is not None:
         return "a DTensor, which only the optimizers of torch update; expected plain tensors"
     if param.dtype not in DTYPES or param.layout != torch.strided:
         return f"{param.dtype} and {param.layout}; expected a dense tensor of {', '.join(map(str, DTYPES))}"
     return ""
+
+
+def _start(param: Tensor) -> int:
+    """Where its memory starts; 0 if it has none, or none yet."""
+    return param.data_ptr() if not is_lazy(param) and has_values(param) and param.numel() else 0
 
 
 def dense(param: Tensor, grad: Tensor | None) -> Tensor | None:

@@ -27,7 +27,7 @@ class Backward:
     a parameter may get gradients from several such backwards.
 
     Attributes:
-        has_run: whether a batch has been updated since this was last set to False.
+        known: how many batches there were when one was last updated; 0 if none since this was set to 0.
     """
 
     def __init__(self, step: Callable[[Batch], None]) -> None:
@@ -36,7 +36,7 @@ class Backward:
         self._missing: list[int] = []
         self._next = 0
         self._running, self._syncs = NONE, True
-        self.has_run = False
+        self.known = 0
 
     def watch(self, batches: list[Batch]) -> None:
         """From the next backward on these are updated, too."""
@@ -95,7 +95,7 @@ class Backward:
     def _run(self) -> None:
         batch = self._batches[self._next]
         self._next += 1
-        self.has_run = True
+        self.known = len(self._batches)
         try:
             self._step(batch)
         except BaseException:
@@ -108,9 +108,9 @@ class Backward:
 def cut(params: list[Tensor]) -> list[list[Tensor]]:
     """Batches of at most `BATCH_BYTES`, or of one parameter; the last parameters first, as in a backward."""
     batches: list[list[Tensor]] = []
-    nbytes = BATCH_BYTES
+    nbytes = 0
     for param in reversed(params):
-        if nbytes + param.nbytes > BATCH_BYTES:
+        if not batches or nbytes + param.nbytes > BATCH_BYTES:
             batches.append([])
             nbytes = 0
         batches[-1].append(param)

@@ -15,7 +15,7 @@ from autofuse.groups import Group, group_name
 from autofuse.lowering import agreement
 from autofuse.lowering.torch_internals import group_size
 from autofuse.lowering.update_rules import NUMBERS, Term
-from autofuse.optim.batch import Batch, dense, misfit
+from autofuse.optim.batch import Batch, dense, with_names
 from autofuse.optim.differences import Told, lines_of, raise_difference, rates_of
 from autofuse.optim.in_backward import Backward, cut
 from autofuse.optim.numbers import Row, check_rules, numbers_of, rows_on_host
@@ -128,19 +128,7 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         params = param_group["params"]
         self._refuse_set(params)
         given = [params] if isinstance(params, Tensor) else list(params)
-        pairs = [each if isinstance(each, tuple) else (None, each) for each in given]
-        names = dict(self._names)
-        for name, param in pairs:
-            if not isinstance(param, Tensor):
-                continue  # torch says what is wrong with it
-            name = name or f"parameter {len(names)} {list(param.shape)}"
-            if param in names:
-                raise ValueError(
-                    f"{type(self).__name__}: {names[param]} is given twice, the second time as {name}"
-                )
-            if problem := misfit(param):
-                raise ValueError(f"{type(self).__name__}: {name} is {problem}")
-            names[param] = name
+        names = with_names(given, self._names, type(self).__name__)
         super().add_param_group({**param_group, "params": given})
         self._names = names
         self._every = [p for options in self.param_groups for p in options["params"]]
@@ -178,13 +166,15 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         grads = [*map(dense, params, grads)]
         if self._backward is None or not self._batches:
             return self._run(self._batches, params, grads, states)
-        if not self._backward.has_run:  # on this rank, but others may have
-            at, own = 0, 0
-            for batch in self._batches:
-                end, last = at + len(batch.params), own + len(batch.states)
+        # What the backward of this rank has not updated, that of others may have. A batch made since then is
+        # new on all ranks.
+        known, self._backward.known = self._backward.known, 0
+        at, own = 0, 0
+        for number, batch in enumerate(self._batches):
+            end, last = at + len(batch.params), own + len(batch.states)
+            if number >= known:
                 self._run([batch], params[at:end], grads[at:end], states[own:last])
-                at, own = end, last
-        self._backward.has_run = False
+            at, own = end, last
         return torch.empty(0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -169,7 +169,8 @@ class State(torch.optim.Optimizer):
             raise ValueError(
                 f"the state of {name} is of its elements {span[0]} to {span[1]} of {span[2]}, this rank owns "
                 f"{start} to {stop} of {numel}: it is the state_dict of another rank or of a group of "
-                "another size; use full_state_dict or sharded_state_dict"
+                "another size, or parameters were frozen or added then and are not now; use full_state_dict "
+                "or sharded_state_dict"
             )
         for key, value in saved.items():
             if not isinstance(value, Tensor) or key == "step":

@@ -101,6 +101,29 @@ def test_updates(ranks: Ranks) -> None:
     ranks(3).run(_backwards)
 
 
+def _late(rank: int, world: int) -> None:
+    """Parameters that are added, and that are no longer frozen; the last parameter has no elements."""
+    pairs = []
+    for inside in (False, True):
+        params = [nn.Parameter(torch.ones(n)) for n in (5, 3, 2, 0)]
+        params[2].requires_grad_(False)
+        pairs.append((params, autofuse.optim.SGD([params[0], *params[2:]], 0.1, in_backward=inside)))
+    for step in range(6):
+        for params, optimizer in pairs:
+            if step == 2:
+                optimizer.add_param_group({"params": [params[1]]})
+                params[2].requires_grad_(True)
+            sum((i + 1) * p.sum() for i, p in enumerate(params) if p.requires_grad).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for a, b in zip(*(params for params, _ in pairs), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_late_parameters(ranks: Ranks) -> None:
+    ranks(2).run(_late)
+
+
 def _wrong(rank: int, world: int) -> None:
     network, optimizer = both()[1]
 
