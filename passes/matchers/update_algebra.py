@@ -101,8 +101,8 @@ def computed(node: fx.Node, known: dict[fx.Node, str]) -> str:
 class Algebra:
     """Evaluates nodes. known: nodes that are atoms. late: whether a node is computed from the sum.
 
-    second: the atom of the new second moment. norms: what stands for that of the parameter, whose atom is
-    `measured`, and for that of its direction.
+    second: the atom of the new second moment. read: the atoms that have been read. norms: what stands for
+    that of the parameter, whose atom is `measured`, and for that of its direction.
     """
 
     known: Mapping[fx.Node, str]
@@ -110,6 +110,7 @@ class Algebra:
     second: str | None = None
     quotient: tuple[Coefficient, Coefficient] | None = None
     scalars: dict[str, fx.Node] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
     norms: tuple[Coefficient, Coefficient] = NORMS
     squares: dict[fx.Node, int] = field(default_factory=dict)
     measured: str | None = None
@@ -122,6 +123,7 @@ class Algebra:
         if not isinstance(value, fx.Node):
             raise NotARule(f"{value!r} is no operand of a rule")
         if not root and value in self.known:
+            self.read.add(self.known[value])
             return atom(self.known[value])
         val = tensor(value)
         if val is None:

@@ -13,7 +13,7 @@ from torch import fx
 from autofuse.lowering.update_rules import GUARDED, NUMBERS, UNGUARDED
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import CannotEmit, Emitter
-from autofuse.passes.graph.follow import aten, is_view, prims, tensor
+from autofuse.passes.graph.follow import aten, dtype_of, is_view, prims, tensor
 from autofuse.passes.graph.paths import all_below
 from autofuse.passes.reasons import Reason, Reject
 
@@ -170,7 +170,7 @@ def _polynomials(algebra: Algebra, becomes: dict[fx.Node, fx.Node]) -> dict[fx.N
     for node, value in becomes.items():
         scalars = dict(algebra.scalars)
         try:
-            left[node] = algebra.of(before_rounding(value), root=True)
+            left[node] = _polynomial(algebra, node, value)
         except NotARule:
             late.append(node)  # a parameter: its divisor needs the second moment
             algebra.scalars = scalars
@@ -179,8 +179,17 @@ def _polynomials(algebra: Algebra, becomes: dict[fx.Node, fx.Node]) -> dict[fx.N
     if second:
         algebra.second = f"new {second[0].name}"
     for node in late:
-        left[node] = algebra.of(before_rounding(becomes[node]), root=True)
+        left[node] = _polynomial(algebra, node, becomes[node])
     return left
+
+
+def _polynomial(algebra: Algebra, node: fx.Node, value: fx.Node) -> Polynomial:
+    """Raises NotARule, also where the tensor is written without being read, as the momentum of a first step:
+    a rule reads it all the same, and times 0 what was never written may be no number."""
+    algebra.read.clear()
+    found = algebra.of(before_rounding(value), root=True)
+    _need(f"old {node.name}" in algebra.read, f"{node.name} does not depend on what it was")
+    return found
 
 
 def _without_factor(
@@ -222,10 +231,10 @@ def _only(of: Polynomial, *keys: tuple[str, ...]) -> list[Coefficient]:
     return [of.get(key, 0.0) for key in keys]
 
 
-def _divided(a: Coefficient, b: Coefficient) -> Coefficient:
+def _divided(a: Coefficient, b: Coefficient, what: str = "decay") -> Coefficient:
     """a / b; NotARule where a number that the program computes, such as a rate, could be a divisor of 0."""
     found = sympy.cancel(a / b) if isinstance(a / b, sympy.Expr) and (a / b).free_symbols else a / b
-    _need(not sympy.fraction(found)[1].free_symbols, f"a decay of {found}")
+    _need(not sympy.fraction(found)[1].free_symbols, f"a {what} of {found}")
     return found
 
 
@@ -246,7 +255,7 @@ def _adam(algebra: Algebra, left: dict[fx.Node, Polynomial], becomes: dict[fx.No
     _need(not equal(keep1, 1.0), "the first moment is no mean")
     _need(take1 != 0, "the first moment does not depend on the sum")
     # Both moments may be of a multiple of the sum, such as its mean by a division.
-    scale = 1.0 if equal(keep1 + take1, 1.0) else take1 / (1.0 - keep1)
+    scale = 1.0 if equal(keep1 + take1, 1.0) else _divided(take1, 1.0 - keep1, "scale")
     take1, decay = take1 / scale, decayed * scale / take1
     keep2, take2, mixed, of_square = _only(
         left[v], (old_v,), ("g", "g"), tuple(sorted(("g", old_p))), (old_p, old_p)
@@ -370,7 +379,10 @@ def _options(emitter: Emitter) -> dict[str, object]:
 def _scalar(emitter: Emitter, value: sympy.Expr, scalars: dict[str, fx.Node]) -> fx.Node:
     """An expression in tensors of no dims."""
     if isinstance(value, sympy.Symbol):
-        return scalars[value.name]
+        node = scalars[value.name]
+        # Tensors are scaled in float32, by one factor after the other, whatever dtypes these have.
+        narrow = dtype_of(node) not in (torch.float32, torch.float64)
+        return emitter.call(prims.convert_element_type.default, node, torch.float32) if narrow else node
     if isinstance(value, sympy.Abs):
         return emitter.call(aten.abs.default, _scalar(emitter, value.args[0], scalars))
     if isinstance(value, sympy.Pow) and value.exp.is_number:

@@ -74,6 +74,11 @@ def unscaled(s: State) -> None:
     s["p"].addcdiv_(s["m"], s["v"].sqrt().add_(EPS), value=-LR)
 
 
+def factors_of_16_bits(s: State) -> None:
+    """Tensors of 16 bits without dims, by which the gradient is multiplied one after the other."""
+    s["p"].sub_(reduced(s) * s["a16"] * s["b16"])
+
+
 def momentum(s: State) -> None:
     g = reduced(s).add(s["p"], alpha=DECAY)
     s["m"].mul_(0.9).add_(g)
@@ -169,6 +174,7 @@ _FUSED = (
     adamw_of_tensors,
     adam_with_decay,
     divided,
+    factors_of_16_bits,
     unscaled,
     momentum,
     nesterov,
@@ -223,9 +229,25 @@ def decayed_at_a_rate_of_zero(s: State) -> None:
     s["p"].sub_(s["lr"] * g)
 
 
+def first_momentum(s: State) -> None:
+    """The first step writes the momentum, whose memory has any values before."""
+    s["m"].copy_(reduced(s) + DECAY * s["p"])
+    s["p"].sub_(LR * s["m"])
+
+
+def by_a_beta_of_one(s: State) -> None:
+    """What the first moment keeps is a tensor, which is 1 here: the moment stays as it is."""
+    g, b1 = reduced(s), s["t"]
+    s["m"].copy_(b1 * s["m"] + (1 - b1) * g)
+    s["v"].mul_(B2).addcmul_(g, g, value=1 - B2)
+    s["p"].addcdiv_(s["m"], s["v"].sqrt().add_(EPS), value=-LR)
+
+
 _KEPT = (
+    by_a_beta_of_one,
     cubed,
     decayed_at_a_rate_of_zero,
+    first_momentum,
     no_mean,
     rooted_before,
     of_two_parameters,
@@ -239,10 +261,13 @@ def make(rank: int, shape: tuple[int, ...], layout: str) -> State:
     torch.manual_seed(5)
     s = {name: torch.randn(shape) for name in "pm"}
     s["v"], s["t"], s["lr"] = torch.rand(shape), torch.tensor(1.0), torch.tensor(LR)
+    s |= {"a16": torch.tensor(0.1234).bfloat16(), "b16": torch.tensor(3.1415).bfloat16()}
     if layout == "transposed":
         s |= {name: s[name].t().contiguous().t() for name in "pv"}
     if layout == "narrow":
         s |= {"w": s["p"].clone(), "p": s["p"].bfloat16(), "m16": s["m"].bfloat16(), "v16": s["v"].bfloat16()}
+    if layout == "unwritten":
+        s["m"].fill_(torch.nan)
     torch.manual_seed(50 + rank)
     return s | {"g": torch.randn(shape, dtype=s["p"].dtype)}
 
@@ -278,6 +303,8 @@ def _how(generated: bool) -> dict[str, Any]:
 
 
 def layout_of(name: str) -> str:
+    if name == "first_momentum":
+        return "unwritten"
     return "narrow" if name.startswith(("narrow", "master")) else ""
 
 
