@@ -160,7 +160,7 @@ def graph_kind(kwargs: Mapping[str, Any]) -> str:
 
 class JointPass(CustomGraphPass):
     """Runs the user's passes of joint graphs, chooses the schedule, and marks indices that are permutations
-    for backward graphs."""
+    and tensors that are blank for backward graphs."""
 
     def __init__(self, others: tuple[Callable[..., None], ...], fusion: "FusionPass") -> None:
         self.others = others
@@ -171,7 +171,7 @@ class JointPass(CustomGraphPass):
             other(graph)
         fusion = self.fusion
         fusion.schedules += passes.reschedule_or_not(graph, fusion.settings, fusion.basis)
-        passes.unless_faulty(passes.mark_permutations, graph)
+        passes.unless_faulty(passes.mark_inputs, graph)
 
     def uuid(self) -> str | None:
         """Neither marks nor schedules are part of it: the marks are part of the identity of the graph's

@@ -2,7 +2,7 @@
 
 from .circumstances import circumstances, circumstances_of_any_graph
 from .fuse import fuse
-from .graph.permutation import mark_permutations
+from .graph.marks import mark_inputs
 from .safely import fuse_or_keep, reschedule_or_not, unless_faulty
 from .schedules.saved import saved_bytes
 from .settings import Settings
@@ -13,7 +13,7 @@ __all__ = [
     "circumstances_of_any_graph",
     "fuse",
     "fuse_or_keep",
-    "mark_permutations",
+    "mark_inputs",
     "reschedule_or_not",
     "saved_bytes",
     "unless_faulty",

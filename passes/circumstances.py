@@ -19,7 +19,7 @@ from autofuse.lowering.gpu import support as gpu
 from autofuse.lowering.notes import place
 
 from .graph.anchors import find_anchors
-from .graph.permutation import marked_inputs
+from .graph.marks import marked_inputs
 from .opaque import all_registrations, registrations
 from .schedules.layouts import Input
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from .graph.anchors import Anchor, find_anchors
+from .graph.blank import is_blank, makes_blank
 from .graph.emit import Emitter, erase_unused, origin, relax_views
 from .graph.follow import (
     SPLITS,
@@ -35,7 +36,7 @@ from .graph.follow import (
     value,
 )
 from .graph.permutation import is_permutation
-from .matchers.placement import is_blank, makes_blank, row_index
+from .matchers.placement import row_index
 
 _MOVING = ("all_gather", "all_to_all")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

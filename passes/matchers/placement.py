@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autofuse.passes.graph.blank import EMPTY, is_blank
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
 from autofuse.passes.graph.layout import same_shape, same_size
@@ -15,9 +16,6 @@ from autofuse.passes.graph.permutation import is_permutation
 from autofuse.passes.graph.row_numbers import FROM_EITHER_END, from_start
 from autofuse.passes.reasons import Reason, Reject
 
-_EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
-_ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
-_FULL = (aten.full.default, aten.full_like.default, aten.new_full.default)
 _PUTS = (aten.index_put.default, aten.scatter.src, aten.scatter_add.default, aten.index_add.default)
 
 
@@ -67,7 +65,7 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
             return None
         if put.target is not aten.index_add.default:
             index = repeated_index(index, rows)  # of every row and column
-    if not is_blank(base) or (adds and base.target in _EMPTY):
+    if not is_blank(base) or (adds and base.target in EMPTY):
         return None
     if not isinstance(rows, fx.Node) or not _is_index(index):
         return None
@@ -79,21 +77,6 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
         return from_start(emitter, index, count) if put.target in FROM_EITHER_END else index
 
     return Placement(put, rows, (index,), numbers, permutes)
-
-
-def is_blank(node: object) -> bool:
-    """Whether the node is an empty tensor, one of zeros, or one without elements. The forward may have saved
-    the latter for the backward, since that costs no memory."""
-    if not isinstance(node, fx.Node):
-        return False
-    val = tensor(node)
-    without_elements = val is not None and any(isinstance(s, int) and s == 0 for s in val.shape)
-    return without_elements or makes_blank(node)
-
-
-def makes_blank(node: fx.Node) -> bool:
-    """Whether the node makes an empty tensor or one of zeros."""
-    return node.target in (*_EMPTY, *_ZEROS) or (node.target in _FULL and node.args[-1] == 0)
 
 
 def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:

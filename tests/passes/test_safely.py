@@ -103,7 +103,7 @@ def test_a_fault_keeps_a_site(name: str, caplog: pytest.LogCaptureFixture) -> No
             torch.testing.assert_close(actual, wanted)
 
 
-@pytest.mark.parametrize("name", ["circumstances", "mark_permutations"])
+@pytest.mark.parametrize("name", ["circumstances", "mark_inputs"])
 def test_a_fault_beside_the_pass_breaks_no_compilation(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with fake_group(2), patch.object(passes, name, side_effect=IndexError("a fault")), fresh_cache():
         torch._dynamo.reset()

@@ -383,6 +383,29 @@ def test_the_backward_of_experts_without_rows(rows: int) -> None:
     assert [site.pattern for site in report.fused] == [experts.COMBINE]
 
 
+def _rows_back(x: Tensor, places: Tensor, w: Tensor, splits: list[int], how: str) -> Tensor:
+    rows = funcol.all_to_all_single(x, splits, [2, 2], dist.group.WORLD)
+    rows = (rows @ w).relu() @ w
+    if how == "chosen":
+        back = rows[places]
+    else:
+        back = torch.ones_like(rows)
+        back[places] = rows
+    return funcol.wait_tensor(funcol.all_to_all_single(back, [2, 2], splits, dist.group.WORLD))
+
+
+@pytest.mark.parametrize("how", ["chosen", "put into ones"])
+def test_a_rank_without_rows_keeps_what_its_peers_keep(how: str) -> None:
+    """An index without entries could be a permutation, and ones without elements could be zeros."""
+    seen = []
+    for rows in (3, 0):
+        with fake_group(2), config.patch(policy="always"), torch.no_grad():
+            args = torch.randn(4, 4), torch.arange(rows), torch.randn(4, 4), [rows, 0], how
+            seen.append([(site.fused, site.reason) for site in autofuse.explain(_rows_back)(*args).sites])
+    assert seen[0] == seen[1]
+    assert [fused for fused, _ in seen[0]] == [True, False]
+
+
 def _wide_experts(x: Tensor, counts: Tensor, w: Tensor, splits: list[int]) -> Tensor:
     rows = funcol.all_to_all_single_autograd(x.float(), splits, [2, 2], dist.group.WORLD)
     rows, _, sizes = experts.expert_major(rows, counts, dist.get_world_size())

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autofuse
 from autofuse import backend, config
 from autofuse.native_kernels import cpu
-from autofuse.passes import circumstances, mark_permutations
+from autofuse.passes import circumstances, mark_inputs
 from autofuse.passes.graph.anchors import Anchor
 from tests.passes.dense import group as everybody
 from tests.passes.harness import fake_group
@@ -175,7 +175,7 @@ def test_circumstances_tell_which_inputs_are_permutations() -> None:
         joint = make_fx(lambda keys: keys.argsort(), tracing_mode="fake")(torch.arange(4))
         order = joint.graph.output_node().args[0]
         if marks:
-            mark_permutations(joint.graph)
+            mark_inputs(joint.graph)
         (*_, places) = (n for n in gm.graph.nodes if n.op == "placeholder")
         assert isinstance(order, fx.Node)
         places.meta = order.meta  # as the partition does
