@@ -2,6 +2,7 @@
 
 Inductor replaces a matmul by products and sums if its sizes are very small, such as a contracted size of 1.
 It replaces `repeat_interleave`, by which experts order their rows, if the size of its result is a constant.
+It drops empty parts from a `cat`, such as the results of experts without rows, and a `cat` of one part.
 It does so while it traces the graph, before the fusion. But such sizes are a rank's own affair: the
 contracted size, the rows of its experts, and whether they have changed between calls, so that they are
 symbols. One rank might then find no matmul at a collective where its peers find one, and the ranks would wait
@@ -12,7 +13,7 @@ the fusion has left.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def decompose_later(graph: fx.Graph) -> None:
 
 def decompositions_before(config_patches: Mapping[str, Any]) -> dict[Any, Any]:
     """Inductor's decompositions under these changes to its configuration, without those of `_hiding`, with
-    `_times_zero`."""
+    `_times_zero` and `_joined`."""
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
@@ -35,6 +36,7 @@ def decompositions_before(config_patches: Mapping[str, Any]) -> dict[Any, Any]:
     hiding = _hiding()
     kept = _Table((op, function) for op, function in table.items() if op not in hiding)
     kept[torch.ops.aten.mul.Tensor] = _times_zero
+    kept[torch.ops.aten.cat.default] = functools.partial(_joined, table[torch.ops.aten.cat.default])
     return kept
 
 
@@ -44,6 +46,19 @@ def _times_zero(x: torch.Tensor, factor: object) -> torch.Tensor:
     if isinstance(factor, int) and factor == 0 and x.dtype.is_floating_point:
         return torch.ops.aten.mul.Tensor(x, 0.0)
     return NotImplemented
+
+
+def _joined(
+    of_inductor: Callable[..., Any], parts: Sequence[torch.Tensor], dim: int = 0
+) -> torch.Tensor | Any:
+    """Inductor's decomposition of a `cat`, unless it would drop empty parts that have the dims of the others;
+    Inductor can generate code for these. Empty vectors go beside tensors of any number of dims."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    alike = len({part.dim() for part in parts}) == 1
+    if alike and any(guard_or_false(part.shape[dim] == 0) for part in parts):
+        return NotImplemented
+    return of_inductor(parts, dim)
 
 
 class _Table(dict[Any, Any]):

@@ -31,6 +31,8 @@ from .rows import Rows, cut_into_parts, is_natural, positions, split_rows, whole
 
 PATTERN = "expert_matmul_all_to_all"
 NOT_PERMUTED = "GPU kernels move rows where an argsort says"
+ANY_ROWS = "the experts of a loop have rows behind each other, on other ranks maybe unequal numbers of them"
+"""Nothing in the graph says that experts have equally many rows on all ranks if they have on this one."""
 
 
 def match_combine(anchor: Anchor, context: Context) -> Found:
@@ -110,6 +112,8 @@ def _place(
     natural = is_natural(layout, found.shape)
     if (found.offsets is not None or placement is not None) and not natural:
         return Reject(Reason.LAYOUT, "the rows of the matmul are rearranged by views")
+    if found.listed and natural:
+        return Reject(Reason.UNEVEN, ANY_ROWS)
     order: Layout | None = None
     if not natural:
         cut = cut_into_parts(layout, shape, context.world)

@@ -28,12 +28,12 @@ from autofuse.passes.graph.paths import depends_on
 from autofuse.passes.graph.row_numbers import from_start
 from autofuse.passes.reasons import Reason, Reject
 
-from .combine import NOT_PERMUTED, batched, like, parts_of
+from .combine import ANY_ROWS, NOT_PERMUTED, batched, like, parts_of
 from .gates import Gate, gate_of
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, hand_out, replace_result, values
 from .matmuls import grouped_offsets, is_grouped, linear_operands
 from .placement import permutes_all, row_index
-from .readers import Reader, find_readers, reread
+from .readers import Reader, find_readers, reread, takes_rows
 from .rows import Rows, split_rows
 
 PATTERN = "all_to_all_expert_matmul"
@@ -86,12 +86,14 @@ def _match(anchor: Anchor, context: Context, single: bool) -> Found:
     place = _place(anchor, context, layout, received)
     if isinstance(place, Reject):
         return place
+    fused = {e.reader for e in entries}
+    others = [r for r in readers if r not in fused]
+    if isinstance(place, Rows) and _may_be_ranges(place, experts, others, received):
+        return Reject(Reason.UNEVEN, ANY_ROWS)
     inputs = [n for e in entries for n in (e.w, e.bias) if n is not None]
     late = depends_on(anchor, inputs)
     if late is not None:
         return Reject(Reason.EXTRA_USERS, f"the weight {late.name} depends on what is exchanged")
-    fused = {e.reader for e in entries}
-    others = [r for r in readers if r not in fused]
     count, rows, inner = layout.shape
     if experts:
         count = 1
@@ -139,6 +141,14 @@ def _place(
             return Reject(Reason.LAYOUT, "the source is no digit of rows or columns, nor are rows read whole")
         order = Layout((layout.dims[0] + layout.dims[1],))
     return split_rows(anchor, layout.shape[2], context.shapes, order)
+
+
+def _may_be_ranges(place: Rows, experts: int, others: list[Reader], received: tuple[Size, ...]) -> bool:
+    """Whether the matmuls may read ranges of any number of rows on other ranks: the experts of a loop, or one
+    expert that has all rows on this rank, if other rows are read, too."""
+    if experts:
+        return place.order is None or prod(received) == 0
+    return any(takes_rows(r, received) for r in others)
 
 
 def _entry(reader: Reader, single: bool) -> Entry | None:

@@ -11,7 +11,7 @@ from torch import fx
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import SPLITS, Shapes, aten, dtype_of, follow, is_cast, is_view
-from autofuse.passes.graph.layout import Layout
+from autofuse.passes.graph.layout import Layout, Size, prod, same_size
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,14 @@ def find_cast_readers(anchor: Anchor, shapes: Shapes) -> tuple[list[Reader], tor
     dtypes = {dtype_of(r.user) if is_cast(r.user) else None for r in readers}
     cast = dtypes.pop() if len(dtypes) == 1 else None
     return (readers if cast is None else find_readers(anchor, shapes, through=cast)), cast
+
+
+def takes_rows(reader: Reader, whole: tuple[Size, ...]) -> bool:
+    """Whether the reader is a view of some of the rows of a result of shape `whole`, or reads such a view."""
+    shape = Shapes().of(reader.user) if is_view(reader.user) else reader.layout.shape
+    if not shape:  # a split has several results, a number is no row
+        return is_view(reader.user)
+    return same_size(shape[-1], whole[-1]) and not same_size(prod(shape), prod(whole))
 
 
 def reread(emitter: Emitter, whole: fx.Node, layout: Layout, readers: Iterable[Reader]) -> None:

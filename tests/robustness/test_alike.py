@@ -406,6 +406,25 @@ def test_a_rank_without_rows_keeps_what_its_peers_keep(how: str) -> None:
     assert [fused for fused, _ in seen[0]] == [True, False]
 
 
+def _loop(x: Tensor, w: Tensor, splits: list[int], rows: list[int]) -> Tensor:
+    received = funcol.all_to_all_single_autograd(x, splits, [2, 2], dist.group.WORLD)
+    parts = zip(received.split(rows), w, strict=True)
+    done = torch.cat([(part @ each).relu() @ each for part, each in parts])
+    return funcol.all_to_all_single_autograd(done, [2, 2], splits, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_loop_over_experts_with_equally_many_rows(grad: bool) -> None:
+    """Its peers have experts with unequal numbers of rows, which no fused op takes, or one with all rows."""
+    seen = []
+    for rows in ([1, 3], [2, 2], [1, 1], [4, 0], [0, 4], [1, 0]):
+        x, w = torch.randn(4, 4, requires_grad=grad), torch.randn(2, 4, 4, requires_grad=grad)
+        with fake_group(2), config.patch(policy="always"), torch.set_grad_enabled(grad):
+            report = autofuse.explain(_loop, backward=grad)(x, w, [sum(rows) - 1, 1], rows)
+        seen.append([site.fused for site in report.sites])
+    assert seen == [[False] * (4 if grad else 2)] * 6
+
+
 def _wide_experts(x: Tensor, counts: Tensor, w: Tensor, splits: list[int]) -> Tensor:
     rows = funcol.all_to_all_single_autograd(x.float(), splits, [2, 2], dist.group.WORLD)
     rows, _, sizes = experts.expert_major(rows, counts, dist.get_world_size())
