@@ -1,8 +1,8 @@
 """Names of shared memory, which last from when a rank makes the memory until its peers have opened it.
 
-A job that is killed in between leaves names behind, and with them the memory. So who makes a name locks its
-file: the lock ends with the process. A file that somebody else can lock belongs to nobody, whatever
-container its process was in, and the next process that meets removes it.
+A job that is killed in between leaves the files, and their memory, behind. Therefore a process that makes a
+file locks it (`flock`). The lock ends with the process, in whatever container that runs. A process that meets
+its peers for the first time removes the files that it can lock.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def locked(make: Callable[[], int]) -> int:
             break
         if os.fstat(fd).st_nlink:
             break
-        os.close(fd)  # it was taken for one left behind, before it was locked
+        os.close(fd)  # another process has removed the file, which was not locked yet
     return fd
 
 
 @cache
 def remove_left_behind() -> None:
-    """Remove the names that processes have left behind that were killed. Once in a process."""
+    """Remove the files of processes that were killed. Once in a process."""
     with suppress(OSError):  # where shared memory has no folder, names cannot be found
         for name in filter(_OURS.fullmatch, os.listdir(FOLDER)):
             with suppress(OSError):  # of another user, locked, or removed meanwhile

@@ -36,7 +36,9 @@ def decompositions_before(config_patches: Mapping[str, Any]) -> dict[Any, Any]:
     hiding = _hiding()
     kept = _Table((op, function) for op, function in table.items() if op not in hiding)
     kept[torch.ops.aten.mul.Tensor] = _times_zero
-    kept[torch.ops.aten.cat.default] = functools.partial(_joined, table[torch.ops.aten.cat.default])
+    cat = torch.ops.aten.cat.default
+    if cat in kept:
+        kept[cat] = functools.partial(_joined, kept[cat])
     return kept
 
 

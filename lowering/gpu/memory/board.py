@@ -44,7 +44,7 @@ class Board:
     @staticmethod
     @contextmanager
     def create(world: int) -> Iterator[str]:
-        """The path of a board, which is removed in the end: all ranks have opened it by then."""
+        """The path of a new board. The file is removed on exit, when all ranks have opened it."""
         remove_left_behind()
         path = f"{FOLDER}/af-board-{os.getpid()}-{secrets.token_hex(4)}"
         fd = locked(lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
