@@ -23,6 +23,7 @@ from autofuse.lowering.torch_internals import group_world
 from . import opaque
 from .between import fusing_order, with_common_sizes
 from .choice.choose import Symbols, choose, saved_us, symbols_of
+from .counting_sort import count_to_sort
 from .foreach import split_foreach
 from .gathered_once import gather_once
 from .graph.anchors import Anchor, find_anchors, group_of, is_fused_op
@@ -110,6 +111,7 @@ def fuse(
         forward_pieces(graph)
         split_foreach(graph)
         sum_first(graph)
+        count_to_sort(graph)
     stand_ins = opaque.stand_in(graph)
     anchors = find_anchors(graph)
     check_metadata(anchors)

@@ -56,7 +56,7 @@ def _terms(node: fx.Node, sign: int, sizes: fx.Node | None) -> list[Term]:
         left, right = node.args[:2]
         if isinstance(left, fx.Node) and isinstance(right, fx.Node):
             return _terms(left, sign, sizes) + _terms(right, sign * _SUMS[node.target], sizes)
-    chosen = _choice(node) if sizes is None else None
+    chosen = choice_of(node) if sizes is None else None
     if chosen is not None:
         source, index = chosen
         of_index = _segments(index)
@@ -65,7 +65,7 @@ def _terms(node: fx.Node, sign: int, sizes: fx.Node | None) -> list[Term]:
     return [Term(sign, node, sizes)]
 
 
-def _choice(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def choice_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The vector and the vector of its entries that a node chooses."""
     if node.target is aten.index.Tensor:
         source, indices = node.args[:2]
@@ -81,7 +81,7 @@ def _choice(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _segments(index: fx.Node) -> fx.Node | None:
     """The sizes of the segments whose numbers `index` repeats."""
-    chosen = _choice(index)  # of 0, 1, ...
+    chosen = choice_of(index)  # of 0, 1, ...
     if chosen is not None and _counts_up(chosen[0]):
         index = chosen[1]
     sizes = index.args[0] if index.target is aten.repeat_interleave.Tensor else None

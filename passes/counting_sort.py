@@ -1,0 +1,92 @@
+"""Replaces a sort of rows by their experts by a counting sort, where the graph has the counts already.
+
+    counts      [ranks * experts]: rows that came from each rank for each expert
+    v           0, 1, ..., experts - 1, once for each rank
+    index       argsort(repeat_interleave(v, counts), stable=True)
+
+The rows that came from one rank for one expert are a segment. A stable sort moves segments as a whole, so
+`index` is the sum of `graph/segments.py`, with the segments in the order of experts. On a GPU a sort of
+64-bit numbers is some 20 launches. The exchange cannot start before them, because it takes the index.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from .graph.anchors import find_anchors
+from .graph.emit import Emitter, erase_unused
+from .graph.follow import Shapes, argument, aten, dtype_of, prims, tensor
+from .graph.segments import choice_of
+
+_SORT = aten.sort.stable
+_REPEATED = aten.repeat_interleave.Tensor
+
+
+def count_to_sort(graph: fx.Graph) -> None:
+    """Replace all such sorts of a graph with an all_to_all, in place."""
+    if not any(anchor.kind == "all_to_all" for anchor in find_anchors(graph)):
+        return
+    for sort in graph.find_nodes(op="call_function", target=_SORT):
+        indices = [user for user in sort.users if user.target is operator.getitem and user.args[1] == 1]
+        if indices and (repeated := _segments(sort)) is not None:
+            new = _index(sort, *repeated)
+            for index in indices:
+                index.replace_all_uses_with(new)
+            erase_unused(indices)
+
+
+def _segments(sort: fx.Node) -> tuple[fx.Node, int] | None:
+    """The numbers of the segments of the rows that are sorted by expert, and how many experts there are."""
+    keys = sort.args[0]
+    ascending = not argument(sort, 3, "descending", False)
+    chosen = choice_of(keys) if isinstance(keys, fx.Node) and ascending else None
+    if chosen is None:
+        return None
+    experts, numbers = chosen
+    counts = numbers.args[0] if numbers.target is _REPEATED else None
+    if not isinstance(counts, fx.Node) or "output_size" not in numbers.kwargs:
+        return None
+    count = _repeats(experts)
+    vector = tensor(counts)
+    if count is None or vector is None or vector.dim() != 1 or dtype_of(counts) != torch.int64:
+        return None
+    return (numbers, count) if tensor(experts).shape == vector.shape else None  # type: ignore[union-attr]
+
+
+def _repeats(experts: fx.Node) -> int | None:
+    """How many numbers a vector counts up to, again and again from 0."""
+    if experts.target is not aten.repeat.default:
+        return None
+    source, times = experts.args[:2]
+    if not isinstance(source, fx.Node) or not isinstance(times, (list, tuple)) or len(times) != 1:
+        return None
+    count = source.args[0] if source.target is prims.iota.default else None
+    from_zero = source.kwargs.get("start") == 0 and source.kwargs.get("step") == 1
+    return count if from_zero and isinstance(count, int) and count > 0 else None
+
+
+def _index(sort: fx.Node, numbers: fx.Node, experts: int) -> fx.Node:
+    """The index by counts, see `graph/segments.py`."""
+    emitter = Emitter(sort, Shapes())
+    call = emitter.call
+    counts = numbers.args[0]
+    size = numbers.kwargs["output_size"]
+    assert isinstance(counts, fx.Node)
+    assert isinstance(size, (int, fx.Node))
+
+    def by_expert(of: fx.Node) -> fx.Node:
+        return call(
+            aten.reshape.default,
+            call(aten.permute.default, call(aten.reshape.default, of, [-1, experts]), [1, 0]),
+            [-1],
+        )
+
+    starts = by_expert(call(aten.sub.Tensor, call(aten.cumsum.default, counts, 0), counts))
+    sizes = by_expert(counts)
+    ends = call(aten.cumsum.default, sizes, 0)
+    shift = call(aten.add.Tensor, starts, call(aten.sub.Tensor, sizes, ends))
+    segments = call(_REPEATED, sizes, output_size=size)
+    return call(aten.add.Tensor, call(aten.index.Tensor, shift, [segments]), emitter.numbers(size, counts))
