@@ -34,7 +34,7 @@ def tell_kept(group: str | ProcessGroup, notes: Iterable[str]) -> None:
 def kept_by(store: Store, rank: int, site: str = "") -> str:
     """A sentence about the sites that `rank` has kept: the sites at `site`, else the latest ones."""
     notes = _read(store, f"autofuse/kept/{rank}").splitlines()
-    here = [note for note in notes if site and any(f"{at} " in note for at in place(site).split("+"))]
+    here = [note for note in notes if site and any(f"{at} " in note for at in _places(site))]
     told = here or ([] if site else notes[-3:])
     if told:
         return f"rank {rank} kept {'; '.join(told)}: all ranks must decide alike (docs/guide.md)"
@@ -54,7 +54,11 @@ def declined(store: Store, rank: int, device: str) -> str:
 def place(site: str) -> str:
     """A site without its folder, since ranks may have the sources in different folders; of merged sites,
     which have `+` between them, all of them."""
-    return "+".join(map(os.path.basename, _MERGED.sub("\\1\n", site).split("\n")))
+    return "+".join(_places(site))
+
+
+def _places(site: str) -> list[str]:
+    return [os.path.basename(each) for each in _MERGED.sub("\\1\n", site).split("\n")]
 
 
 def _write(group: ProcessGroup, key: str, text: str) -> None:

@@ -18,8 +18,8 @@ from torch import fx
 
 from .graph.anchors import find_anchors
 from .graph.emit import Emitter, erase_unused
-from .graph.follow import Shapes, argument, aten, dtype_of, prims, tensor
-from .graph.segments import choice_of
+from .graph.follow import Shapes, argument, aten, dtype_of, tensor
+from .graph.segments import choice_of, counts_up
 
 _SORT = aten.sort.stable
 _REPEATED = aten.repeat_interleave.Tensor
@@ -27,9 +27,10 @@ _REPEATED = aten.repeat_interleave.Tensor
 
 def count_to_sort(graph: fx.Graph) -> None:
     """Replace all such sorts of a graph with an all_to_all, in place."""
-    if not any(anchor.kind == "all_to_all" for anchor in find_anchors(graph)):
+    sorts = graph.find_nodes(op="call_function", target=_SORT)
+    if not sorts or all(anchor.kind != "all_to_all" for anchor in find_anchors(graph)):
         return
-    for sort in graph.find_nodes(op="call_function", target=_SORT):
+    for sort in sorts:
         indices = [user for user in sort.users if user.target is operator.getitem and user.args[1] == 1]
         if indices and (repeated := _segments(sort)) is not None:
             new = _index(sort, *repeated)
@@ -63,9 +64,8 @@ def _repeats(experts: fx.Node) -> int | None:
     source, times = experts.args[:2]
     if not isinstance(source, fx.Node) or not isinstance(times, (list, tuple)) or len(times) != 1:
         return None
-    count = source.args[0] if source.target is prims.iota.default else None
-    from_zero = source.kwargs.get("start") == 0 and source.kwargs.get("step") == 1
-    return count if from_zero and isinstance(count, int) and count > 0 else None
+    count = source.args[0] if counts_up(source) else None
+    return count if isinstance(count, int) and count > 0 else None
 
 
 def _index(sort: fx.Node, numbers: fx.Node, experts: int) -> fx.Node:

@@ -131,7 +131,7 @@ def with_names(given: Sequence[Any], others: Mapping[Tensor, str], op: str) -> d
             raise ValueError(f"{op}: {name} is {problem}")
         start = _start(param)
         if start and start in starts:
-            # Their elements may have several owners, of which the last one to write would win.
+            # Two ranks may own the same element then, and each would write its own result to it.
             raise ValueError(
                 f"{op}: {starts[start]} and {name} share memory; make them one parameter, or give each "
                 "memory of its own"

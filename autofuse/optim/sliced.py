@@ -166,8 +166,8 @@ class SlicedOptimizer(State, torch.optim.Optimizer):
         grads = [*map(dense, params, grads)]
         if self._backward is None or not self._batches:
             return self._run(self._batches, params, grads, states)
-        # What the backward of this rank has not updated, that of others may have. A batch made since then is
-        # new on all ranks.
+        # If the backward has updated no batch on this rank, it may have on other ranks: this rank makes the
+        # calls for which they wait. Batches that were made since the backward are new on all ranks.
         known, self._backward.known = self._backward.known, 0
         at, own = 0, 0
         for number, batch in enumerate(self._batches):

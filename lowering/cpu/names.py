@@ -16,22 +16,18 @@ from functools import cache
 
 FOLDER = "/dev/shm"
 _OURS = re.compile(r"af-(board-)?\d+-[0-9a-f]{8}(-\d+)?")
-_TRIES = 3
 
 
 def locked(make: Callable[[], int]) -> int:
     """The descriptor of the new file that `make` opens, with a lock that lasts until the descriptor and every
     mapping of it are closed."""
-    for _ in range(_TRIES):
+    while True:
         fd = make()
-        try:
+        with suppress(OSError):  # on a system without such locks no process removes files
             fcntl.flock(fd, fcntl.LOCK_SH)
-        except OSError:  # a system without such locks: nobody else gets one either
-            break
         if os.fstat(fd).st_nlink:
-            break
+            return fd
         os.close(fd)  # another process has removed the file, which was not locked yet
-    return fd
 
 
 @cache

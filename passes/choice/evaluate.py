@@ -44,10 +44,10 @@ def at_values(sized: T, values: Values) -> T:
 
 @functools.lru_cache(maxsize=1024)
 def _divisors(sizes: frozenset[sympy.Expr]) -> dict[sympy.Symbol, int]:
-    """The number to whose multiples a symbol is rounded up, for each symbol that a floor division contains.
+    """By symbol of the floor divisions in `sizes`: the symbol is rounded up to a multiple of this number.
 
-    The number is the least common multiple of the integers that divide terms of this symbol alone. A symbol
-    that only stands in divisors has the number 1.
+    The number is the least common multiple of all integers that divide terms in which this symbol is the only
+    one. It is 1 for a symbol that only stands in divisors.
     """
     found: dict[sympy.Symbol, int] = {}
     for function in {atom for size in sizes for atom in size.atoms(sympy.Function)}:

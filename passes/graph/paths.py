@@ -65,17 +65,9 @@ def stops_above(node: fx.Node, stops: Set[fx.Node]) -> list[fx.Node]:
 def fixed_above(node: fx.Node, first: fx.Node) -> fx.Node | None:
     """A node behind `first` in the graph that `node` is, or is computed from, and that cannot move to before
     `first`; None if there is none."""
-    seen: set[fx.Node] = set()
-    work = [node]
-    while work:
-        n = work.pop()
-        if n in seen or not first < n:
-            continue
-        if is_fixed(n) or (_draws(n) and any(map(_draws, nodes_between(first, n)))):
-            return n
-        seen.add(n)
-        work.extend(n.all_input_nodes)
-    return None
+    above = (n for n in {node, *_above(node, first)} if first < n)
+    fixed = (n for n in above if is_fixed(n) or (_draws(n) and any(map(_draws, nodes_between(first, n)))))
+    return min(fixed, default=None)
 
 
 def move_behind(users: Sequence[fx.Node], node: fx.Node) -> list[fx.Node] | None:

@@ -39,7 +39,7 @@ def moves_segments(index: fx.Node) -> bool:
     terms = _terms(index, 1, None)
     own = [t for t in terms if t.sizes is None]
     chosen = [t for t in terms if t.sizes is not None]
-    if len(own) != 1 or len(chosen) != 3 or own[0].sign != 1 or not _counts_up(own[0].node):
+    if len(own) != 1 or len(chosen) != 3 or own[0].sign != 1 or not counts_up(own[0].node):
         return False
     sizes = chosen[0].sizes
     assert sizes is not None
@@ -82,13 +82,13 @@ def choice_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _segments(index: fx.Node) -> fx.Node | None:
     """The sizes of the segments whose numbers `index` repeats."""
     chosen = choice_of(index)  # of 0, 1, ...
-    if chosen is not None and _counts_up(chosen[0]):
+    if chosen is not None and counts_up(chosen[0]):
         index = chosen[1]
     sizes = index.args[0] if index.target is aten.repeat_interleave.Tensor else None
     return sizes if isinstance(sizes, fx.Node) else None
 
 
-def _counts_up(node: fx.Node) -> bool:
+def counts_up(node: fx.Node) -> bool:
     """Whether the node is 0, 1, ..."""
     if node.target is prims.iota.default:
         return node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1

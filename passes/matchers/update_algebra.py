@@ -101,8 +101,8 @@ def computed(node: fx.Node, known: dict[fx.Node, str]) -> str:
 class Algebra:
     """Evaluates nodes. known: nodes that are atoms. late: whether a node is computed from the sum.
 
-    second: the atom of the new second moment. read: the atoms that have been read. norms: what stands for
-    that of the parameter, whose atom is `measured`, and for that of its direction.
+    second: the atom of the new second moment. read: the atoms that have been read. norms: the symbols of the
+    norm of the parameter and of the norm of its direction. measured: the atom of that parameter.
     """
 
     known: Mapping[fx.Node, str]

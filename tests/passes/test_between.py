@@ -59,8 +59,8 @@ def test_what_is_gathered_again_far_behind() -> None:
 
 
 def test_sizes_that_ranks_may_not_have_in_common() -> None:
-    """Two matmuls read what is gathered. That the reduction takes its own does not rest on the width of the
-    other one, which is a rank's own, and a symbol on some ranks only."""
+    """Two matmuls read a gathered tensor, and one of them feeds a reduction. Each rank has a width of its own
+    for the other one, so this width must not decide whether the reduction takes the matmul."""
 
     def fn(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         whole = funcol.all_gather_tensor(x, 0, group())

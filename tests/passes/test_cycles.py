@@ -1,4 +1,5 @@
-"""Matmuls whose operands are computed from their own product: the fused op would be computed from itself."""
+"""Matmuls with an operand that is computed from the product of the same site: a fused op would be an input of
+itself."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def narrowed(x: Tensor) -> Tensor:
 
 
 def sent_to_all(x: Tensor) -> Tensor:
-    """The source alone has widened what it sends, and it need not read the result."""
+    """Only the source sends a tensor that it has widened. The source does not read the result."""
     sent = x.bfloat16().float() if dist.get_rank() == 0 else torch.empty_like(x)
     received = funcol.wait_tensor(funcol.broadcast(sent, 0, group()))
     return x.relu() if dist.get_rank() == 0 else received.t().bfloat16().relu()

@@ -230,7 +230,7 @@ def decayed_at_a_rate_of_zero(s: State) -> None:
 
 
 def first_momentum(s: State) -> None:
-    """The first step writes the momentum, whose memory has any values before."""
+    """The first step writes the momentum and does not read it: its memory was never written before."""
     s["m"].copy_(reduced(s) + DECAY * s["p"])
     s["p"].sub_(LR * s["m"])
 

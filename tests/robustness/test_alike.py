@@ -250,8 +250,8 @@ def test_numbers_that_change_on_one_rank(ranks: Ranks) -> None:
 
 
 def _changing_batch(rank: int, world: int) -> list[list[str]]:
-    """The batch changes on one rank, whose next graph has a symbol for it. Of two ops that could take the
-    gradient, all ranks choose the same one."""
+    """The batch size changes on one rank only, so only that rank compiles a graph with a symbol for it. Two
+    ops could take the gradient, and all ranks must choose the same one."""
     group, p = fresh_group(), torch.zeros(30, 30)
     torch._dynamo.reset()
 

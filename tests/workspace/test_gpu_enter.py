@@ -192,7 +192,7 @@ def test_ranks_compare_parts_before_they_choose_ways(ranks: Ranks) -> None:
 
 
 def _forgets(rank: int, world: int) -> list[int]:
-    """Meetings, of which each adds an entry, whatever the ranks know."""
+    """How many meetings there were after each question. A meeting adds an entry to every table."""
     workspace, meetings = _workspace(rank, world), []
     with patch.object(comparing, "MOST_KINDS", 2):
         for n, k in ((8, 64), (16, 64 - rank), (8, 64), (24, 64), (24, 64), (8, 64)):
@@ -229,7 +229,8 @@ def test_a_rank_without_kernels_lets_no_rank_wait(ranks: Ranks, op: str, size: s
 
 
 def _is_left(rank: int, world: int, op: str, inner: list[int], columns: list[int]) -> tuple[list[str], int]:
-    """Where the op runs on this rank whose part has these sizes, which may be 0; and the meetings."""
+    """Runs an op whose part has these sizes on each rank; a size may be 0. Returns why this rank fell back,
+    or `reference` if it left the call to that, and how many meetings there were."""
     workspace = _workspace(rank, world)
     x, w = torch.ones(4, inner[rank]), torch.ones(inner[rank], columns[rank])
     group = workspace.group.group_name

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.gpu.choice.kernel import Kernel, Launch
+from autofuse.lowering.gpu.memory.comparing import Answers
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
 from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.proofs import UNPROVEN
@@ -61,22 +62,18 @@ def _agreed(workspace: GpuWorkspace, args: MatmulAllReduce | MatmulReduceScatter
     if not args.proof:
         return False
     # Not in `workspace.calls`, which one rank may clear alone: it would then meet nobody.
-    known, kind = _compared.setdefault(workspace, {}), (args.tail, args.proof, args.site)
+    known, kind = _compared.setdefault(workspace, Answers()), (args.tail, args.proof, args.site)
     if torch.cuda.is_current_stream_capturing():
-        return known.get(kind, False)
-    if kind not in known:
+        return bool(known.get(kind))
+
+    def meet() -> bool:
         told = workspace.meet(f"the proof of {args.tail!r} at {args.site}: {args.proof}")
-        if len(known) == MOST_PROOFS:  # all ranks forget at once
-            known.clear()
-            workspace.calls.clear()
-        known[kind] = len(set(told)) == 1 and args.proof != UNPROVEN
-    return known[kind]
+        return len(set(told)) == 1 and args.proof != UNPROVEN
+
+    return known.find(kind, meet, workspace.calls.clear)
 
 
-MOST_PROOFS = 4096
-"""How many proofs a group remembers, each with whether all ranks have it."""
-
-_compared: WeakKeyDictionary[GpuWorkspace, dict[Hashable, bool]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[GpuWorkspace, Answers] = WeakKeyDictionary()
 agreements.append(_compared)
 
 

@@ -3,40 +3,59 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 Meet: TypeAlias = Callable[[str], list[str]]
 """As `GpuWorkspace.meet`."""
 
 MOST_KINDS = 4096
-"""Kinds of calls that are known to be alike on all ranks."""
+"""Answers that a group remembers in one table."""
 
 
-class Kinds:
-    """Which kinds of calls all ranks of a group make alike."""
+class Answers:
+    """What the ranks of a group found together. Every question adds one entry on every rank, so the tables of
+    all ranks are full, and forgotten, at once."""
 
-    def __init__(self, group_name: str) -> None:
-        self._group_name = group_name
-        self._known: dict[str, bool] = {}
+    def __init__(self) -> None:
+        self._known: dict[Hashable, bool] = {}
 
-    def are_alike(
-        self, op: str, at: str, way: str, problem: Any, meet: Meet, forgotten: Callable[[], object]
-    ) -> bool:
-        """What `are_alike` finds: all ranks meet before the first call of a kind. forgotten: called where all
-        kinds are asked again."""
-        kind = kind_of(op, at, way, problem)
-        found = self._known.get(kind)
+    def get(self, question: Hashable) -> bool | None:
+        """The answer; None if the ranks have not met for it."""
+        return self._known.get(question)
+
+    def find(self, question: Hashable, meet: Callable[[], bool], forgotten: Callable[[], object]) -> bool:
+        """The answer, for which all ranks meet if they do not know it. forgotten: called when all answers are
+        forgotten. Sizes may change without end, so a table has an end."""
+        found = self._known.get(question)
         if found is None:
-            found = are_alike(meet(told_of(op, at, way, problem)), self._group_name)
-            if len(self._known) == MOST_KINDS:  # sizes may change without end; all ranks forget at once
+            found = meet()
+            if len(self._known) == MOST_KINDS:
                 self._known.clear()
                 forgotten()
-            self._known[kind] = found
+            self._known[question] = found
         return found
 
     def clear(self) -> None:
         self._known.clear()
+
+
+class Kinds(Answers):
+    """Which kinds of calls all ranks of a group make alike."""
+
+    def __init__(self, group_name: str) -> None:
+        super().__init__()
+        self._group_name = group_name
+
+    def are_alike(
+        self, op: str, at: str, way: str, problem: Any, meet: Meet, forgotten: Callable[[], object]
+    ) -> bool:
+        """What `are_alike` finds: all ranks meet before the first call of a kind. forgotten: as of `find`."""
+
+        def compare() -> bool:
+            return are_alike(meet(told_of(op, at, way, problem)), self._group_name)
+
+        return self.find(kind_of(op, at, way, problem), compare, forgotten)
 
 
 def kind_of(op: str, at: str, way: str, problem: Any) -> str:
@@ -80,27 +99,25 @@ def _disagreement(kinds: Sequence[str], texts: Sequence[str], group_name: str) -
     return RuntimeError(f"group {group_name}: the ranks disagree: {differ}")
 
 
-class Parts:
-    """Of which calls all ranks of a group have parts of equal sizes.
+class Parts(Answers):
+    """Of which calls all ranks of a group have parts of equal sizes. A rank chooses a way by its own sizes,
+    so the ranks compare these sizes before.
 
-    A rank chooses a way by its own sizes, so the ranks compare those before. Every meeting adds one entry on
-    every rank, so that all tables are full, and forgotten, at once.
+    Questions are the site, what must be the same on all ranks, and this rank's own sizes. Two layers of a
+    program may have equal sizes on one rank alone, so the site counts.
     """
 
     def __init__(self, group_name: str) -> None:
+        super().__init__()
         self._group_name = group_name
-        self._known: dict[tuple[str, str, str], bool] = {}
-        """By site, by what must be the same on all ranks, and by this rank's own sizes. Two layers of a
-        program may have equal sizes on one rank alone, so that the site counts."""
 
     def are_equal(
-        self, op: str, at: str, problem: Any, meet: Meet | None, changed: Callable[[], object]
+        self, op: str, at: str, problem: Any, meet: Meet | None, forgotten: Callable[[], object]
     ) -> bool:
         """Whether kernels see the same sizes on all ranks, which meet if this rank's are new at this site.
         RuntimeError if anything but sizes that ranks may have of their own differs.
 
-        meet: None if ranks cannot meet now; what is not known counts as equal. changed: called where calls
-        that were found equal have to ask again.
+        meet: None if ranks cannot meet now; what is not known counts as equal. forgotten: as of `find`.
         """
         own, free = getattr(problem, "own", ()), getattr(problem, "free", ())
         if not own:
@@ -109,18 +126,11 @@ class Parts:
         apart = {"m", *own, *free}
         alike = f"{op} ({_listed(problem, lambda name: name not in apart)})"
         mine = _listed(problem, lambda name: name in own and name not in free)
-        found = self._known.get((at, alike, mine))
-        if found is not None or meet is None:
-            return found is not False
-        found = _are_equal(meet(json.dumps([alike, mine])), self._group_name)
-        if len(self._known) == MOST_KINDS:  # sizes may change without end
-            self._known.clear()
-            changed()
-        self._known[at, alike, mine] = found
-        return found
-
-    def clear(self) -> None:
-        self._known.clear()
+        question = at, alike, mine
+        if meet is None:
+            return self.get(question) is not False
+        told = json.dumps([alike, mine])
+        return self.find(question, lambda: _are_equal(meet(told), self._group_name), forgotten)
 
 
 def _are_equal(told: Sequence[str], group_name: str) -> bool:
