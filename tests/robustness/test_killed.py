@@ -118,6 +118,7 @@ def _all_killed_while_they_meet(rank: int, world: int) -> None:
     board.__enter__()
 
     def die(name: str) -> int:
+        assert len(_names([os.getpid()])) == 2, "the names of the board and of the segment"
         os.kill(os.getpid(), signal.SIGKILL)
         return -1
 
@@ -139,9 +140,10 @@ def _meets(rank: int, world: int, dead: list[int]) -> list[str]:
 def test_all_killed_while_they_meet(fresh: Callable[[int], RankPool]) -> None:
     """What they leave behind is removed when other processes meet, which keep each other's names."""
     pool = fresh(2)
-    with pytest.raises(RanksFailed):
+    with pytest.raises(RanksFailed, match="died with exit code -9") as failure:
         pool.run(_all_killed_while_they_meet, timeout=60)
-    assert len(_names(pool.pids)) == 4
+    assert "AssertionError" not in str(failure.value)
+    # Not all names need be left: processes of other tests meet at the same time.
     assert fresh(2).run(_meets, pool.pids) == [[], []]
 
 
