@@ -65,8 +65,9 @@ class Kept:
 @dataclass(frozen=True)
 class Fused:
     """A collective that a fused op replaces. `touched`: names of the new, erased and changed nodes; `new`:
-    the new ones. Both are empty unless reports are collected. `instead_of`: where another op was legal, too,
-    what both were predicted to save. `takes`: other collectives that the op replaces, too."""
+    the new ones. Both are empty unless reports are collected. `detail`: where another op was legal, too, what
+    both were predicted to save; and the remark of the match. `takes`: other collectives that the op replaces,
+    too."""
 
     pattern: str
     world: int
@@ -74,7 +75,7 @@ class Fused:
     plan: PlanShape | None
     touched: list[str]
     new: list[fx.Node]
-    instead_of: str = ""
+    detail: str = ""
     takes: tuple[fx.Node, ...] = ()
 
 
@@ -205,9 +206,8 @@ def _fuse_site(graph: fx.Graph, anchor: Anchor, settings: Settings, symbols: Sym
     if not listening():
         return Fused(match.pattern, world, prediction, None, [], [], takes=match.takes)
     plan = _plan_of(emitter.new, symbols)
-    return Fused(
-        match.pattern, world, prediction, plan, emitter.touched, emitter.new, instead_of, match.takes
-    )
+    detail = "; ".join(filter(None, (instead_of, match.remark)))
+    return Fused(match.pattern, world, prediction, plan, emitter.touched, emitter.new, detail, match.takes)
 
 
 def _find(
@@ -351,7 +351,7 @@ def _report(
         op=f"autofuse::{outcome.pattern}" if fused else None,
         fused=fused,
         reason=None if isinstance(outcome, Fused) else outcome.why.reason,
-        detail=outcome.instead_of if isinstance(outcome, Fused) else outcome.why.detail,
+        detail=outcome.detail if isinstance(outcome, Fused) else outcome.why.detail,
         graph=graph,
         collective=anchor.name,
         source=anchor.source,

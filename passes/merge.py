@@ -257,7 +257,7 @@ def _multiplied(emitter: Emitter, op: fx.Node) -> fx.Node:
     product = _total(emitter, products)
     for stage in stages:
         if stage == "to float32":
-            product = emitter.call(torch.ops.prims.convert_element_type.default, product, torch.float32)
+            product = emitter.cast(product, torch.float32)
         else:
             product = _total(emitter, [product, operands[int(stage.removeprefix("add %"))]])
     return product

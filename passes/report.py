@@ -63,7 +63,7 @@ class Site:
     reason: Reason | None
     """Why the site is kept; None if fused."""
     detail: str
-    """The particulars of the reason; empty if fused."""
+    """The particulars of the reason; if fused, what the op leaves to torch, and other ops that were legal."""
     graph: str
     """Kind and number of the graph: `forward 0`."""
     collective: str

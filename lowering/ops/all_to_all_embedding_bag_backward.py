@@ -22,7 +22,7 @@ from torch import Tensor
 from autofuse.lowering.cpu.exchange_executor import run_exchange
 from autofuse.lowering.cpu.workspace import workspace_for
 from autofuse.lowering.ops.embedding_bag_all_to_all import GPU_DTYPES, bags_of, batch_of
-from autofuse.lowering.ops.library import FusedOp, Gap, SymInts, register
+from autofuse.lowering.ops.library import FusedOp, SymInts, register
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference import embedding_layout as layouts
@@ -145,6 +145,9 @@ def _gradients(exchanged: Tensor, args: AllToAllEmbeddingBagBackward) -> list[Te
             tables.append(sparse_gradient(piece, bags, t, rows_of_table))
             continue
         indices, starts = bags.indices[t], bags.offsets[t][:count].contiguous()
+        if not len(indices):
+            tables.append(piece.new_zeros((rows_of_table, args.dims[t])))
+            continue
         position = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
         bag = torch.searchsorted(starts, position, right=True) - 1
         used = indices != bags.padding_idx
@@ -230,13 +233,6 @@ register(
         cuda=_cuda,
         exchanged=lambda args: args.grad.dtype,
         gpu_dtypes=GPU_DTYPES,
-        gpu_gaps=(
-            Gap(
-                lambda args: any(args.sparse),
-                "gradients are sparse",
-                "nothing: torch makes them from the exchanged rows",
-            ),
-        ),
         shapes=lambda args: ((args.batch, sum(args.columns)),),
     )
 )

@@ -74,6 +74,24 @@ class Emitter:
         options = {"dtype": torch.int64, "device": device, "requires_grad": False}
         return self.call(torch.ops.prims.iota.default, count, start=0, step=1, **options)
 
+    def full(
+        self, shape: Sequence[int | fx.Node], fill: object, like: fx.Node, dtype: torch.dtype | None = None
+    ) -> fx.Node:
+        """A tensor of one value on the device of `like`, by default of its dtype. Inductor decomposes
+        new_full and zeros_like before this stage."""
+        val = value(like)
+        assert isinstance(val, torch.Tensor)
+        options = {"dtype": dtype or val.dtype, "device": val.device, "pin_memory": False}
+        return self.call(aten.full.default, [*shape], fill, **options)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+        """The node in another dtype; None for its own."""
+        val = value(node)
+        assert isinstance(val, torch.Tensor)
+        if dtype in (None, val.dtype):
+            return node
+        return self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
     def item(self, node: fx.Node, index: int) -> fx.Node:
         with self.graph.inserting_before(self.anchor):
             item = self.graph.call_function(operator.getitem, (node, index))

@@ -12,7 +12,7 @@ from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tenso
 from autofuse.passes.graph.layout import Layout, Size, prod, same_shape
 from autofuse.passes.reasons import Reason, Reject
 
-from .embedding import Bag, check_bags, read_bag
+from .bags import Bag, check_bags, read_bag
 from .matmuls import grouped_offsets, is_grouped, one_weight
 from .operands import Operand
 

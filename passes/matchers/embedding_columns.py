@@ -1,12 +1,14 @@
 """An exchange of gradients of pooled rows whose columns belong to tables.
 
-Each user of the exchanged `[B, C]` reads the columns of one table, as a piece, as a slice or whole, and
-computes the gradient of the table or its new rows.
+A user of the exchanged `[B, C]` reads the columns of one table, as a piece, as a slice or whole, and computes
+the gradient of the table or its new rows. The fused op does so for tables that are alike. It returns what is
+exchanged, which all other users read. It must have a table for each column: where no user has one, or another
+user, the op has a table without rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -29,19 +31,24 @@ from autofuse.passes.graph.layout import (
 )
 from autofuse.passes.reasons import Reason, Reject
 
+from .embedding import sends_nothing
 from .match import Context, Work, check_dtype
-from .readers import Reader, find_cast_readers
+from .readers import Reader, find_cast_readers, reread
 
 Reads = Callable[[fx.Node, fx.Node], bool]
 """Whether a node computes a table's gradient or new rows from the second node."""
 
+Kind = Callable[[fx.Node], Hashable | None]
+"""What must be equal for all tables of one op, at a node that computes a gradient or new rows; None if no op
+does that."""
+
 
 @dataclass(frozen=True)
 class Columns:
-    """`node` reads columns `[start, start + width)` of `[B, C]`, which has `layout` on the exchanged
-    tensor."""
+    """`node` reads columns `[start, start + width)` of `[B, C]`, which has `layout` on the exchanged tensor.
+    `node` is None for columns of which the op computes nothing."""
 
-    node: fx.Node
+    node: fx.Node | None
     start: Size
     width: Size
     layout: Layout
@@ -49,22 +56,34 @@ class Columns:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """All users of an exchange: those of `tables`, in the order of their columns, and `others`."""
+    """All users of an exchange: those of `tables`, in the order of their columns, and `others`, which read
+    what is exchanged after a cast to `cast`, if there is one."""
 
     tables: list[Columns]
     others: list[Reader]
     layout: Layout
     cut: Cut
     work: Work
+    cast: torch.dtype | None
+    remark: str
 
     @property
     def nodes(self) -> list[fx.Node]:
-        return [t.node for t in self.tables]
+        return [t.node for t in self.tables if t.node is not None]
+
+    def reread(self, emitter: Emitter, exchanged: fx.Node) -> None:
+        """Let the others read `exchanged`, an output of the fused op."""
+        if self.others:
+            reread(emitter, emitter.cast(exchanged, self.cast), self.layout, self.others)
 
 
-def match_columns(anchor: Anchor, context: Context, reads: Reads, what: str) -> Exchanged | Reject:
-    """The users of an exchange, if all its columns belong to tables. `what` names the nodes that `reads`
-    accepts."""
+def match_columns(
+    anchor: Anchor, context: Context, reads: Reads, kind: Kind, what: str
+) -> Exchanged | Reject:
+    """The users of an exchange, if one of them is a node that `reads` accepts, which `what` names.
+
+    The tables of a rank are its own. So whatever they are, the rank must fuse the exchange if its peers can.
+    """
     shapes = context.shapes
     received = tensor(anchor.node)
     assert received is not None
@@ -74,21 +93,34 @@ def match_columns(anchor: Anchor, context: Context, reads: Reads, what: str) -> 
     found = [(r, c) for r in readers for c in _columns_of(r, reads)]
     if not found:
         return Reject(Reason.NO_COMPUTE, f"no {what} reads what is exchanged")
-    tables = sorted((c for _, c in found), key=lambda c: c.start if isinstance(c.start, int) else 0)
-    layout = tables[0].layout
-    reject = _check(tables, layout, received)
-    if reject is not None:
+    layout = found[0][1].layout
+    mine = _alike([c for _, c in found], kind)
+    tables = _all_columns(mine, layout)
+    if isinstance(tables, Reject):
+        return tables
+    if (reject := check_dtype(received.dtype) or sends_nothing(anchor.input_splits)) is not None:
         return reject
     cut = cut_out(layout, Digit(0, shapes.size(anchor.output_splits[0]), context.world))
     if cut is None or cut.dim != 0 or cut.outer != 1:
         return Reject(Reason.LAYOUT, "the batch is not made of one run of bags a rank")
-    consumed = {r.user for r, _ in found}
+    consumed = {r.user for r, c in found if c in mine}
     others = [r for r in readers if r.user not in consumed]
-    others += [r for r in readers if r.user in consumed and _read_besides(r, {c.node for c in tables})]
-    if others and cast is not None:
-        return Reject(Reason.EXTRA_USERS, f"{others[0].user.name} reads the gradient after its cast")
+    others += [r for r in readers if r.user in consumed and _read_besides(r, {c.node for c in mine})]
     work = Work(count=len(tables), bytes_read=prod(layout.shape) * received.element_size())
-    return Exchanged(tables, others, layout, cut, work)
+    left = len(found) - len(mine)
+    remark = f"torch computes what {left} of {len(found)} tables make of it" if left else ""
+    return Exchanged(tables, others, layout, cut, work, cast, remark)
+
+
+def _alike(columns: list[Columns], kind: Kind) -> list[Columns]:
+    """The largest set of tables that one op takes, in the order of their columns."""
+    groups: dict[Hashable, list[Columns]] = {}
+    for c in columns:
+        assert c.node is not None
+        if (key := kind(c.node)) is not None:
+            groups.setdefault(key, []).append(c)
+    largest = max(groups.values(), key=len, default=[])
+    return sorted(largest, key=lambda c: c.start if isinstance(c.start, int) else 0)
 
 
 def _columns_of(reader: Reader, reads: Reads) -> list[Columns]:
@@ -109,15 +141,20 @@ def _columns_of(reader: Reader, reads: Reads) -> list[Columns]:
     return [Columns(user, index * width, width, Layout((layout.dims[0], merge((digit, *layout.dims[1])))))]
 
 
-def _check(tables: list[Columns], layout: Layout, received: torch.Tensor) -> Reject | None:
+def _all_columns(tables: list[Columns], layout: Layout) -> list[Columns] | Reject:
+    """The tables, and between them columns without a table, so that no column is left."""
+    found: list[Columns] = []
     end: Size = 0
-    for c in tables:
-        if not same_size(c.start, end) or c.layout != layout:
-            return Reject(Reason.LAYOUT, "the tables' gradients are no consecutive columns")
+    for c in [*tables, Columns(None, layout.shape[1], 0, layout)]:
+        gap = c.start - end
+        if c.layout != layout or not (same_size(gap, 0) or (isinstance(gap, int) and gap > 0)):
+            return Reject(Reason.LAYOUT, "the tables' gradients are no columns one behind the other")
+        if not same_size(gap, 0):
+            found.append(Columns(None, end, gap, layout))
+        if c.node is not None:
+            found.append(c)
         end = c.start + c.width
-    if not same_size(end, layout.shape[1]):
-        return Reject(Reason.LAYOUT, "some columns of the exchanged gradient belong to no table")
-    return check_dtype(received.dtype)
+    return found
 
 
 def _read_besides(reader: Reader, mine: set[fx.Node]) -> bool:
@@ -157,3 +194,12 @@ def _columns(anchor: Anchor, shapes: Shapes, batch: Digits, width: Size, world: 
     if len(runs) != world or any(r is None for r in runs):
         raise CannotEmit("uneven parts that are no flat runs of bags")
     return [r for r in runs if r is not None]
+
+
+def without_lookups(
+    emitter: Emitter, found: Exchanged, index: torch.dtype, offset: torch.dtype, last: bool
+) -> tuple[fx.Node, fx.Node]:
+    """Indices and offsets, of these dtypes, of a table of which no bag has an index. `last`: the offsets have
+    an entry for the end of the last bag."""
+    count = emitter.size(found.layout.shape[0] + int(last))
+    return emitter.full([0], 0, emitter.anchor, index), emitter.full([count], 0, emitter.anchor, offset)

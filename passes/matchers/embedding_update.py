@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -12,27 +13,30 @@ from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import dtype_of
 from autofuse.passes.graph.functional import arguments, call_on_copies, called, new_bases
+from autofuse.passes.graph.layout import Size
 from autofuse.passes.graph.paths import depends_on
 from autofuse.passes.reasons import Reason, Reject
 
-from .embedding_columns import Exchanged, match_columns, sent
+from .bags import SUM
+from .embedding_columns import Exchanged, match_columns, sent, without_lookups
 from .match import Context, Found, Match, check_dtype
-from .readers import reread
 
 PATTERN = "all_to_all_embedding_bag_update"
 
 Given = dict[str, Any]
 """The arguments of an update by name."""
 
+_NOTHING: Given = {
+    "pooling": SUM, "include_last_offset": False, "padding_idx": -1, "state": None, "per_sample_weights": None
+}  # fmt: skip
+"""What updates have in common where an op has none."""
+
 
 def match_embedding_update(anchor: Anchor, context: Context) -> Found:
-    found = match_columns(anchor, context, _is_update, "update of a table")
+    found = match_columns(anchor, context, _is_update, _kind, "update of a table")
     if isinstance(found, Reject):
         return found
-    known = [arguments(n) for n in found.nodes]
-    updates = [u for u in known if u is not None]
-    if len(updates) != len(known):
-        return Reject(Reason.UNSUPPORTED_VARIANT, "a table that is updated is a view")
+    updates = [_given(n) for n in found.nodes]
     inputs = [i for u in updates for i in u.values() if isinstance(i, fx.Node) and i is not u["grad"]]
     reject = _check(anchor, context, updates, inputs)
     if reject is not None:
@@ -41,9 +45,16 @@ def match_embedding_update(anchor: Anchor, context: Context) -> Found:
         PATTERN,
         found.work,
         context.shapes,
-        partial(_rewrite, anchor, context, found, updates),
+        partial(_rewrite, anchor, context, found),
         (anchor.input, *inputs),
+        remark=found.remark,
     )
+
+
+def _given(n: fx.Node) -> Given:
+    given = arguments(n)
+    assert given is not None  # else the node has no kind
+    return given
 
 
 def _is_update(n: fx.Node, grad: fx.Node) -> bool:
@@ -51,16 +62,16 @@ def _is_update(n: fx.Node, grad: fx.Node) -> bool:
     return called(n) is op and n.target is not op and n.kwargs["grad"] is grad
 
 
-def _shared(u: Given) -> tuple[object, ...]:
-    """Options and dtypes that must be equal for all tables of one op."""
+def _kind(n: fx.Node) -> Hashable | None:
+    u = arguments(n)
+    if u is None or check_dtype(dtype_of(u["weight"])) is not None:  # a table that is updated is a view
+        return None
     options = (u["pooling"], u["include_last_offset"], u["padding_idx"])
     types = (dtype_of(u[name]) for name in ("weight", "indices", "offsets"))
     return (*options, u["state"] is None, u["per_sample_weights"] is None, *types)
 
 
 def _check(anchor: Anchor, context: Context, updates: list[Given], inputs: list[fx.Node]) -> Reject | None:
-    if any(_shared(u) != _shared(updates[0]) for u in updates):
-        return Reject(Reason.UNSUPPORTED_VARIANT, "the tables differ in rule, mode, options or dtypes")
     if isinstance(context.group, fx.Node):
         return Reject(Reason.UNSUPPORTED_VARIANT, "the group is a value of the graph, and tables are updated")
     changed = _changed(updates)
@@ -69,22 +80,24 @@ def _check(anchor: Anchor, context: Context, updates: list[Given], inputs: list[
     late = depends_on(anchor, inputs)
     if late is not None:
         return Reject(Reason.UNSUPPORTED_VARIANT, f"{late.name} is computed from what is exchanged")
-    return check_dtype(dtype_of(updates[0]["weight"]))
+    return None
 
 
 def _changed(updates: list[Given]) -> list[fx.Node]:
     return [u[name] for u in updates for name in ("weight", "state") if u[name] is not None]
 
 
-def _rewrite(
-    anchor: Anchor, context: Context, found: Exchanged, updates: list[Given], emitter: Emitter
-) -> None:
+def _rewrite(anchor: Anchor, context: Context, found: Exchanged, emitter: Emitter) -> None:
     grad, columns, layout = sent(anchor, context, found, emitter)
+    known = [_given(n) for n in found.nodes]
+    common = known[0] if known else _NOTHING
+    updates = [
+        _empty(emitter, found, common, t.width) if t.node is None else _given(t.node) for t in found.tables
+    ]
 
     def each(name: str) -> list[fx.Node]:
         return [u[name] for u in updates if u[name] is not None]
 
-    first = updates[0]
     (exchanged,), becomes = call_on_copies(
         emitter,
         torch.ops.autofuse.all_to_all_embedding_bag_update.default,
@@ -96,7 +109,7 @@ def _rewrite(
             "indices": each("indices"),
             "offsets": each("offsets"),
             "per_sample_weights": each("per_sample_weights"),
-            **{name: first[name] for name in ("pooling", "include_last_offset", "padding_idx")},
+            **{name: common[name] for name in ("pooling", "include_last_offset", "padding_idx")},
             "columns": columns,
             "layout": layout,
             "keep_exchanged": bool(found.others),
@@ -105,8 +118,24 @@ def _rewrite(
             "site": context.site,
         },
     )
-    if found.others:
-        reread(emitter, exchanged, found.layout, found.others)
+    found.reread(emitter, exchanged)
     for n in found.nodes:
         for base, new in new_bases(n).items():
             emitter.replace(new, becomes[base])
+
+
+def _empty(emitter: Emitter, found: Exchanged, common: Given, width: Size) -> Given:
+    """The update of a table without rows."""
+    like, weight, samples = emitter.anchor, common.get("weight"), common["per_sample_weights"]
+    index, offset = (dtype_of(common[n]) if n in common else torch.int64 for n in ("indices", "offsets"))
+    assert index is not None
+    assert offset is not None
+    indices, offsets = without_lookups(emitter, found, index, offset, common["include_last_offset"])
+    return {
+        "weight": emitter.full([0, emitter.size(width)], 0, like if weight is None else weight),
+        "state": None if common["state"] is None else emitter.full([0], 0, like, torch.float32),
+        "rates": emitter.full([2], 0, like, torch.float32),
+        "indices": indices,
+        "offsets": offsets,
+        "per_sample_weights": None if samples is None else emitter.full([0], 0, samples),
+    }

@@ -215,11 +215,8 @@ def _rewrite(
     cast: torch.dtype | None,
     emitter: Emitter,
 ) -> None:
-    part = anchor.input
-    shape = context.shapes.known(part)
-    if cast is not None:
-        part = emitter.call(torch.ops.prims.convert_element_type.default, part, cast)
-    x = emitter.rebuild(part, Layout.of(shape), cut.rest)
+    shape = context.shapes.known(anchor.input)
+    x = emitter.rebuild(emitter.cast(anchor.input, cast), Layout.of(shape), cut.rest)
     w = [_weight(emitter, c) for c in consumers]
     bias = fill_biases(emitter, x, [_bias(emitter, c) for c in consumers])
     fused = emitter.call(

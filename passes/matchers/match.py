@@ -100,6 +100,8 @@ class Match:
     the metadata of the graph. `FusedOp.gpu_gap` reads it. None for an op without gaps on GPUs."""
     not_on_gpus: str = ""
     """Why the GPU kernels cannot run the site, if the reason lies in the graph and not in the arguments."""
+    remark: str = ""
+    """For the report: compute beside the collective that the fused op leaves to torch."""
     takes: tuple[fx.Node, ...] = ()
     """Other collectives that the fused op replaces, too; they stand behind the anchor."""
 

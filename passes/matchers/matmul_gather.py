@@ -262,8 +262,7 @@ def _rewrite(
     whole, layout = emitter.item(fused, 0), place.layout(found.shape, context.world)
     if keep:
         hand_out_product(emitter, emitter.item(fused, 1), found)
-    if cast is not None:
-        whole = emitter.call(torch.ops.prims.convert_element_type.default, whole, cast)
+    whole = emitter.cast(whole, cast)
     reread(emitter, whole, layout, views)
     if not views:
         # This rank does not read the result, but its peers may: what holds the collective holds the fused op.

@@ -28,8 +28,8 @@ from autofuse.passes.graph.layout import (
 )
 from autofuse.passes.reasons import Reason, Reject
 
+from .bags import replace_extras
 from .contractions import ROWS, Product
-from .embedding import replace_extras
 from .match import Context, Found, Match, Work, check_dtype, replace_result, values
 from .operands import materialise, two_dimensional
 from .product import extra_users, hand_out_product, match_product

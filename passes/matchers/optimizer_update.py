@@ -13,7 +13,7 @@ from autofuse.lowering.update_rules import NUMBERS, RULES
 from autofuse.passes.choice.cost_model import Step
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import aten, dtype_of, prims, tensor
+from autofuse.passes.graph.follow import aten, dtype_of, tensor
 from autofuse.passes.graph.functional import call_on_copies
 from autofuse.passes.reasons import Reject
 
@@ -129,4 +129,4 @@ def _replace_squares(emitter: Emitter, group: Group, found: fx.Node) -> None:
         assert val is not None
         assert total is not None
         total = emitter.call(aten.reshape.default, total, [])
-        emitter.replace(node, emitter.call(prims.convert_element_type.default, total, val.dtype))
+        emitter.replace(node, emitter.cast(total, val.dtype))

@@ -354,8 +354,7 @@ def number_of(emitter: Emitter, value: Coefficient, scalars: dict[str, fx.Node])
 def _of_no_dims(emitter: Emitter, value: Coefficient, scalars: dict[str, fx.Node]) -> fx.Node:
     if _is_known(value):
         return emitter.call(aten.full.default, [], float(value), **_options(emitter))
-    node = _scalar(emitter, value, scalars)
-    return emitter.call(prims.convert_element_type.default, node, torch.float32)
+    return emitter.cast(_scalar(emitter, value, scalars), torch.float32)
 
 
 def _is_known(value: Coefficient) -> bool:
@@ -382,7 +381,7 @@ def _scalar(emitter: Emitter, value: sympy.Expr, scalars: dict[str, fx.Node]) ->
         node = scalars[value.name]
         # Tensors are scaled in float32, by one factor after the other, whatever dtypes these have.
         narrow = dtype_of(node) not in (torch.float32, torch.float64)
-        return emitter.call(prims.convert_element_type.default, node, torch.float32) if narrow else node
+        return emitter.cast(node, torch.float32) if narrow else node
     if isinstance(value, sympy.Abs):
         return emitter.call(aten.abs.default, _scalar(emitter, value.args[0], scalars))
     if isinstance(value, sympy.Pow) and value.exp.is_number:

@@ -28,6 +28,7 @@ def cases(world: int) -> dict[str, Case]:
         "mixed dims": Case(mixed, b=33, table=BF16, wire=BF16, last_offset=True),
         "fp32": Case(even, b=40, mode="mean", padding=3),
         "cast": Case(even, b=40, wire=BF16, weighted=True),
+        "a table without rows": Case(even, b=40, table=BF16, wire=BF16, bare=1),
         "max": Case(even, b=40, table=BF16, wire=BF16, mode="max"),
         **{
             layout: Case(((64,) * 3,) * world, layout, b=37, table=BF16, wire=BF16)

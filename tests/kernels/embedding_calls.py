@@ -33,7 +33,7 @@ CONFIG = BagsConfig(tile=64, unroll=2, per_sm=3, copying=1, slice_kib=1)
 @dataclass(frozen=True)
 class Exchange:
     """A call: `dims[r]` are those of rank r's tables, `dtypes` theirs by turns; a bag has at most `pooling`
-    indices, or none."""
+    indices, or none. Tables of dim 0 and the first `bare` ones have no rows, and bags none of them."""
 
     dims: tuple[tuple[int, ...], ...]
     b: int = 5
@@ -48,6 +48,7 @@ class Exchange:
     last: bool = False
     padding: int = -1
     send: bool = False
+    bare: int = 0
     config: BagsConfig = field(default=CONFIG)
 
     @property
@@ -62,15 +63,11 @@ class Exchange:
             dtype = self.dtypes[t % len(self.dtypes)]
             stops = torch.randint(0, self.pooling + 1, (bags,), generator=generator).cumsum(0)
             bounds = torch.cat([stops.new_zeros(1), stops]).to(self.index)
-            count = int(stops[-1])
-            weights.append(
-                (torch.randint(-8, 9, (self.rows, dim), generator=generator) / 4).to(dtype)
-                if dim
-                else torch.empty(0, 0, dtype=dtype)
-            )
+            count, rows = int(stops[-1]), self.rows if dim and t >= self.bare else 0
+            weights.append((torch.randint(-8, 9, (rows, dim), generator=generator) / 4).to(dtype))
             indices.append(torch.randint(0, self.rows, (count,), generator=generator).to(self.index))
             offsets.append(bounds if self.last else bounds[:-1].contiguous())
-            if not dim:
+            if not rows:
                 indices[-1], offsets[-1] = indices[-1][:0], torch.zeros_like(offsets[-1])
             if self.weighted:
                 samples.append((torch.randint(-4, 5, indices[-1].shape, generator=generator) / 4).to(dtype))

@@ -49,6 +49,8 @@ def cases(world: int) -> dict[str, Backward]:
         "long bags": Backward(Exchange(one, b=2, pooling=23)),
         "many bags": Backward(Exchange(one, b=70, pooling=1, rows=50)),
         "empty bags": Backward(Exchange(even(world), pooling=0)),
+        "a table without rows": Backward(Exchange(even(world, 3), bare=2, last=True, weighted=True)),
+        "no rows at all": Backward(Exchange(even(world), bare=9), keep=True),
         "one bag": Backward(Exchange(even(world), b=1, pooling=1)),
         "many tables": Backward(Exchange(even(world, 9, 8), b=2)),
         "one program": Backward(few, keep=True, config=replace(CONFIG, per_sm=1, adding=0)),

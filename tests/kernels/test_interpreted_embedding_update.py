@@ -35,6 +35,8 @@ def cases(world: int) -> dict[str, Update]:
         "strips of 4": (Exchange(one, rows=3, b=13), {"config": replace(CONFIG, strip=4, tile=16)}),
         "long bags": (Exchange(one, b=2, pooling=23), {}),
         "empty bags": (Exchange(even(world), pooling=0), {}),
+        "a table without rows": (Exchange(even(world, 3), bare=2, padding=4), {}),
+        "no rows at all": (Exchange(even(world), bare=9), {"keep": True}),
         "wider than a tile": (Exchange(even(world, 1, 200), dtypes=(FP32,), rows=5), {}),
         "one program": (Exchange(even(world)), {"config": replace(CONFIG, per_sm=1, adding=0)}),
         "merged": (Exchange(mixed(world), b=3, weighted=True), {"push": False}),

@@ -11,7 +11,8 @@ from autofuse.lowering.cpu.workspace import workspace_for
 
 @dataclass(frozen=True)
 class Case:
-    """Tables of every rank and the options of the op. `pooling`: most indices of a bag."""
+    """Tables of every rank and the options of the op. `pooling`: most indices of a bag; `bare`: how many
+    tables of a rank, the first ones, have no rows, and bags nothing of them."""
 
     dims: tuple[tuple[int, ...], ...]
     layout: str = "bsc"
@@ -26,6 +27,7 @@ class Case:
     last_offset: bool = False
     padding: int = -1
     order: str = "direct"
+    bare: int = 0
 
     @property
     def columns(self) -> list[int]:
@@ -44,13 +46,14 @@ def inputs_of(case: Case, rank: int) -> Inputs:
     generator = torch.Generator().manual_seed(100 + rank)
     weights, indices, offsets, samples = [], [], [], []
     bags = case.b * len(case.dims)
-    for dim in case.dims[rank]:
-        sizes = torch.randint(0, case.pooling + 1, (bags,), generator=generator)
+    for t, dim in enumerate(case.dims[rank]):
+        rows = case.rows if t >= case.bare else 0
+        sizes = torch.randint(0, (case.pooling if rows else 0) + 1, (bags,), generator=generator)
         ends = sizes.cumsum(0)
         starts = torch.cat([ends.new_zeros(1), ends])
         n = int(ends[-1])
-        weights.append(torch.randn(case.rows, dim, generator=generator).to(case.table))
-        indices.append(torch.randint(0, case.rows, (n,), generator=generator).to(case.index))
+        weights.append(torch.randn(rows, dim, generator=generator).to(case.table))
+        indices.append(torch.randint(0, max(1, rows), (n,), generator=generator).to(case.index))
         offsets.append((starts if case.last_offset else starts[:-1]).to(case.index))
         if case.weighted:
             samples.append(torch.rand(n, generator=generator).to(case.table))

@@ -18,6 +18,7 @@ Ranks = Callable[[int], RankPool]
 CASES = [
     Case(EVEN, "stbd"),
     Case(UNEVEN, "sbc", weighted=True, order="ring"),
+    Case(UNEVEN, weighted=True, last_offset=True, bare=1),
     Case(FOUR, "bsc", mode="mean", padding=3, order="oblivious"),
 ]
 

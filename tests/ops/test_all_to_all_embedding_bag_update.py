@@ -25,6 +25,7 @@ CASES = [
     Case(EVEN, "sbtd", table=HALF, wire=HALF, weighted=True),
     Case(EVEN, "bstd", wire=torch.float16, rows=1),
     Case(EVEN, pooling=0),
+    Case(UNEVEN, weighted=True, bare=1),
 ]
 
 
@@ -40,7 +41,7 @@ def _run(rank: int, world: int, case: Case, rowwise: bool, fused: bool) -> None:
     spoil(group)
     weights, *rest = inputs_of(case, rank)
     before = [w.clone() for w in weights]
-    states = [torch.linspace(0, 1, case.rows) for _ in weights] if rowwise else []
+    states = [torch.linspace(0, 1, len(w)) for w in weights] if rowwise else []
     old = [s.double() for s in states]
     rates = [torch.tensor([LR / (1 + t), EPS]) for t in range(len(weights))]
     grad = arrange(case, [_bags(case, r) for r in range(world)], rank)
@@ -60,10 +61,10 @@ def _run(rank: int, world: int, case: Case, rowwise: bool, fused: bool) -> None:
     for t, table in enumerate(tables):
         assert table.grad is not None
         indices = rest[0][t].long()
-        touched = torch.zeros(case.rows, dtype=torch.bool)
+        touched = torch.zeros(len(table), dtype=torch.bool)
         touched[indices[indices != case.padding]] = True
         lr, eps = rates[t].double()
-        step = lr.expand(case.rows)
+        step = lr.expand(len(table))
         if rowwise:
             state = old[t] + table.grad.square().sum(1) / max(1, table.shape[1])
             step = lr / (state.sqrt() + eps)

@@ -160,11 +160,7 @@ PROGRAMS: dict[str, Program] = {
     "rows, last offset, training": Program(tables("rows", include_last_offset=True), *TRAIN, grad=True),
     "rows, padding, training": Program(tables("rows", padding_idx=3), *TRAIN, grad=True),
     "rows, max": Program(tables("rows", mode="max"), *INFER),
-    "rows, max, training": Program(
-        tables("rows", mode="max"),
-        kept={"forward": ["unsupported_variant"], "backward": ["unsupported_variant"]},
-        grad=True,
-    ),
+    "rows, max, training": Program(tables("rows", mode="max"), *TRAIN, grad=True),
     "rows, sparse, training": Program(
         tables("rows", sparse=[True]), *TRAIN, grad=True, tolerance=0, worlds=(2, 4)
     ),
@@ -206,6 +202,6 @@ PROGRAMS: dict[str, Program] = {
         kept={"forward": ["no_compute"], "backward": ["no_compute"]},
         unfused=True,
     ),
-    "pooled rows also read": Program(tables("pooled_also_read"), kept={"inference": ["extra_users"]}),
+    "pooled rows also read": Program(tables("pooled_also_read"), *INFER),
     "dynamic, training": Program(tables("rows"), *TRAIN, grad=True, dynamic=True),
 }

@@ -18,6 +18,7 @@ from . import (
     expert_loops,
     experts,
     gathered_products,
+    own_tables,
     pooled_exchange,
     recommendation,
     sharded_bags,
@@ -35,7 +36,7 @@ Ranks = Callable[[int], RankPool]
 
 MODULES = (
     *(dense, gathered_products, contractions, epilogues, views, training),
-    *(recommendation, pooled_exchange, experts, expert_loops, tensor_parallel_experts, ulysses),
+    *(recommendation, own_tables, pooled_exchange, experts, expert_loops, tensor_parallel_experts, ulysses),
     *(uneven, vocabularies, between, sharded_bags),
 )
 CASES = [(m, name) for m in MODULES for name in m.PROGRAMS]

@@ -64,7 +64,7 @@ def embedding_backward_call(args: AllToAllEmbeddingBagBackward) -> GpuCall | Non
     """The op as the kernel takes it; None for what is left to the reference."""
     grad, columns, layout, bags = args.grad, args.columns, args.layout, args.batch
     layouts.check(BACKWARD, layout, bags, columns, args.dims, resolve_group(args.group_name).rank())
-    if args.dtype not in DTYPE_BITS or not bags or not sum(columns):
+    if args.dtype not in DTYPE_BITS or any(args.sparse) or not bags or not sum(columns):
         return None
     workspace = workspace_of(args.group_name, grad)
     problem = ExchangeProblem(

@@ -1,0 +1,151 @@
+"""Embedding bags in a graph: their arguments, and the results that the backward reads besides pooled rows."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.follow import argument, aten, dtype_of, expression, tensor
+from autofuse.passes.graph.layout import same_size
+from autofuse.passes.reasons import Reason, Reject
+
+from .match import check_dtype
+
+_BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+SUM, MEAN, MAX = range(3)
+
+
+@dataclass(frozen=True)
+class Bag:
+    """The arguments of one `_embedding_bag`."""
+
+    node: fx.Node
+    pooled: fx.Node
+    weight: fx.Node
+    indices: fx.Node
+    offsets: fx.Node
+    mode: int
+    per_sample_weights: fx.Node | None
+    include_last_offset: bool
+    padding_idx: int
+
+    @property
+    def shared(self) -> tuple[object, ...]:
+        """Options and dtypes that must be equal for all tables of one op."""
+        return (
+            self.mode,
+            self.include_last_offset,
+            self.padding_idx,
+            self.per_sample_weights is None,
+            *(dtype_of(n) for n in (self.weight, self.indices, self.offsets)),
+        )
+
+
+def read_bag(pooled: fx.Node) -> Bag | None:
+    """The bag whose pooled rows are `pooled`; None if `pooled` is something else."""
+    if pooled.target is not operator.getitem or pooled.args[1] != 0:
+        return None
+    n = pooled.args[0]
+    if not isinstance(n, fx.Node) or n.target not in _BAGS:
+        return None
+    weight, indices, offsets = n.args[:3]
+    return Bag(
+        n,
+        pooled,
+        weight,
+        indices,
+        offsets,
+        mode=argument(n, 4, "mode", 0),
+        per_sample_weights=argument(n, 6, "per_sample_weights"),
+        include_last_offset=bool(argument(n, 7, "include_last_offset", False)),
+        padding_idx=argument(n, 8, "padding_idx", -1),
+    )
+
+
+def check_bags(bags: list[Bag], wire: torch.dtype) -> Reject | None:
+    """Why no fused op pools the bags and sends them in the dtype `wire`; None if one does."""
+    first = bags[0]
+    if any(b.shared != first.shared for b in bags):
+        return Reject(Reason.UNSUPPORTED_VARIANT, "the tables differ in mode, options or dtypes")
+    if check_dtype(wire) is not None or check_dtype(dtype_of(first.weight)) is not None:
+        return Reject(Reason.DTYPE, f"{dtype_of(first.weight)} tables, {wire} on the wire")
+    kept = trained(bags)
+    if first.mode == MAX and kept:
+        return Reject(Reason.UNSUPPORTED_VARIANT, f"max pooling keeps {kept[0].name} for backward")
+    return None
+
+
+def trained(bags: list[Bag]) -> list[fx.Node]:
+    """The results of the bags, other than the pooled rows, that the backward reads."""
+    return [u for b in bags for u in b.node.users if u.args[1] != 0 and u.users]
+
+
+def gpus_pool(bags: list[Bag]) -> bool:
+    """Whether GPU kernels take the bags.
+
+    torch's backward on GPUs reads bag sizes that equal those of `_bag_sizes` only without padding in means
+    and without a last offset.
+    """
+    first = bags[0]
+    differs = first.include_last_offset or (first.mode == MEAN and first.padding_idx >= 0)
+    return not (differs and trained(bags))
+
+
+def replace_extras(emitter: Emitter, bag: Bag) -> None:
+    """Compute the other results of a bag that the backward reads: offset2bag, bag sizes, zeros."""
+    for user in list(bag.node.users):
+        index = user.args[1]
+        if index == 0 or not user.users:
+            continue
+        if index == 2:
+            emitter.replace(user, _bag_sizes(emitter, bag))
+        elif same_size(expression(tensor(user).shape[0]), 0):  # type: ignore[union-attr]
+            emitter.replace(user, emitter.call(aten.slice.Tensor, bag.offsets, 0, 0, 0))
+        elif index == 1:
+            emitter.replace(user, _bag_of_lookups(emitter, bag))
+        else:
+            emitter.replace(user, emitter.full([_bag_count(emitter, bag)], 0, bag.offsets))
+
+
+def _starts(emitter: Emitter, bag: Bag) -> fx.Node:
+    if not bag.include_last_offset:
+        return bag.offsets
+    return emitter.call(aten.slice.Tensor, bag.offsets, 0, 0, -1)
+
+
+def _bag_count(emitter: Emitter, bag: Bag) -> int | fx.Node:
+    return emitter.size(expression(tensor(_starts(emitter, bag)).shape[0]))  # type: ignore[union-attr]
+
+
+def _bag_sizes(emitter: Emitter, bag: Bag) -> fx.Node:
+    """The number of lookups of every bag. In a mean, padding is not counted."""
+    ends = emitter.call(aten.slice.Tensor, bag.offsets, 0, 1, 2**63 - 1)
+    if not bag.include_last_offset:
+        lookups = emitter.size(expression(tensor(bag.indices).shape[0]))  # type: ignore[union-attr]
+        count = emitter.full([1], lookups, bag.offsets)
+        ends = emitter.call(aten.cat.default, [ends, count])
+    starts = _starts(emitter, bag)
+    if bag.mode != MEAN or bag.padding_idx < 0:
+        return emitter.call(aten.sub.Tensor, ends, starts)
+    before = _used_before(emitter, bag)
+    first, last = (emitter.call(aten.index.Tensor, before, [n]) for n in (starts, ends))
+    return emitter.cast(emitter.call(aten.sub.Tensor, last, first), dtype_of(bag.offsets))
+
+
+def _used_before(emitter: Emitter, bag: Bag) -> fx.Node:
+    """Entry `i` of `[n + 1]`: how many of the first `i` lookups are not padding."""
+    used = emitter.call(aten.cumsum.default, emitter.call(aten.ne.Scalar, bag.indices, bag.padding_idx), 0)
+    return emitter.call(aten.cat.default, [emitter.full([1], 0, bag.indices, torch.int64), used])
+
+
+def _bag_of_lookups(emitter: Emitter, bag: Bag) -> fx.Node:
+    """The bag of every lookup: the number of bags that start at or before the lookup, less one."""
+    val = tensor(bag.indices)
+    assert val is not None
+    lookups = emitter.numbers(emitter.size(expression(val.shape[0])), bag.indices)
+    started = emitter.call(aten.searchsorted.Tensor, _starts(emitter, bag), lookups, right=True)
+    return emitter.cast(emitter.call(aten.sub.Tensor, started, 1), dtype_of(bag.offsets))
