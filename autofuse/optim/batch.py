@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -119,7 +120,6 @@ def with_names(given: Sequence[Any], others: Mapping[Tensor, str], op: str) -> d
     """The names of other parameters, and of these: tensors, or pairs of a name and a tensor. ValueError for
     what cannot be a parameter of a batch besides the others."""
     names = dict(others)
-    starts = {_start(param): name for param, name in names.items()}
     for each in given:
         name, param = each if isinstance(each, tuple) else (None, each)
         if not isinstance(param, Tensor):
@@ -129,14 +129,16 @@ def with_names(given: Sequence[Any], others: Mapping[Tensor, str], op: str) -> d
             raise ValueError(f"{op}: {names[param]} is given twice, the second time as {name}")
         if problem := _misfit(param):
             raise ValueError(f"{op}: {name} is {problem}")
-        start = _start(param)
-        if start and start in starts:
+        names[param] = name
+    spans = sorted((*span, name) for param, name in names.items() if (span := _span(param)) is not None)
+    for (_, end, one), (start, _, two) in pairwise(spans):
+        if start < end:
             # Two ranks may own the same element then, and each would write its own result to it.
+            first, second = sorted((one, two), key=list(names.values()).index)
             raise ValueError(
-                f"{op}: {starts[start]} and {name} share memory; make them one parameter, or give each "
-                "memory of its own"
+                f"{op}: {first} and {second} share memory; make them one parameter, or give each memory of "
+                "its own"
             )
-        starts[start] = names[param] = name
     return names
 
 
@@ -149,9 +151,12 @@ def _misfit(param: Tensor) -> str:
     return ""
 
 
-def _start(param: Tensor) -> int:
-    """Where its memory starts; 0 if it has none, or none yet."""
-    return param.data_ptr() if not is_lazy(param) and has_values(param) and param.numel() else 0
+def _span(param: Tensor) -> tuple[int, int] | None:
+    """The addresses where its memory starts and ends; None if it has none, none yet, or gaps in it."""
+    if is_lazy(param) or not has_values(param) or not param.numel():
+        return None
+    start, last = param.data_ptr(), sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
+    return (start, start + param.nbytes) if last + 1 == param.numel() else None
 
 
 def dense(param: Tensor, grad: Tensor | None) -> Tensor | None:

@@ -8,9 +8,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autofuse.lowering.torch_internals import after_backward, backward_number, in_other_backward
 from autofuse.optim.batch import Batch
+
+_updated = WeakIdKeyDictionary()
+"""The names of parameters that some optimizer updates in the backward, for as long as they live."""
 
 BATCH_BYTES = 25 << 20
 """Of the gradients of a batch, as in a bucket of DDP."""
@@ -39,7 +43,15 @@ class Backward:
         self.known = 0
 
     def watch(self, batches: list[Batch]) -> None:
-        """From the next backward on these are updated, too."""
+        """From the next backward on these are updated, too. ValueError for what is updated already."""
+        for batch in batches:
+            for param, name in zip(batch.params, batch.names, strict=True):
+                if param in _updated:
+                    raise ValueError(
+                        f"in_backward: {name} is updated in the backward already, by another optimizer, as "
+                        f"{_updated[param]}; give each parameter to one optimizer"
+                    )
+                _updated[param] = name
         for batch in batches:
             number = len(self._batches)
             self._batches.append(batch)

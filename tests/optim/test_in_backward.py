@@ -144,6 +144,8 @@ def _wrong(rank: int, world: int) -> None:
     # A weight that a later part of the backward still reads must not change unseen.
     p, q = (torch.ones(3, requires_grad=True) for _ in range(2))
     autofuse.optim.SGD([q, p], 0.1, in_backward=True)
+    with pytest.raises(ValueError, match=r"parameter 0 .* by another optimizer"):
+        autofuse.optim.SGD([p], 0.1, in_backward=True)
     held = p * q
     held.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
