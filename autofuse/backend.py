@@ -222,11 +222,14 @@ class FusionPass(CustomGraphPass):
             passes.unless_faulty(torch_internals.pad_matmuls, graph)
 
     def uuid(self) -> str | None:
-        """Covers everything that a rewrite depends on, equal on all ranks. None (never cached) if a pass of
-        the user has no identity, or if the circumstances are not known."""
+        """Covers everything that a rewrite depends on, equal on all ranks, and the inputs that a backward
+        graph may overwrite. None (never cached) if a pass of the user has no identity, or if the
+        circumstances are not known."""
         if self.circumstances is None:
             return None
-        depends_on = _sources_digest(), _settings_text(self.settings), self.circumstances, str(self.pads)
+        donated = torch_internals.donated_inputs() if self.kind == "backward" else ""
+        settings = _settings_text(self.settings)
+        depends_on = _sources_digest(), settings, self.circumstances, str(self.pads), donated
         return _identity(depends_on, self.others)
 
 

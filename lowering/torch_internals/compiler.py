@@ -76,6 +76,15 @@ def compile_fx_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs
     return inductor_compile_fx_inner(gm, example_inputs, **kwargs)
 
 
+def donated_inputs() -> str:
+    """The inputs of the backward graph that is compiled now whose memory its code may use for other values:
+    none if its first backward keeps the graph (`retain_graph`). Inductor's cache key lacks them, since it
+    counts on AOTAutograd's."""
+    from torch._inductor.utils import get_donated_idxs
+
+    return repr(get_donated_idxs())
+
+
 def run_post_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], is_inference: bool) -> None:
     """Run Inductor's post-grad passes, with custom passes, in place, as `compile_fx_inner` does."""
     from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape

@@ -98,6 +98,23 @@ def test_an_answer_from_the_compile_cache_for_a_graph_with_a_constant(group: str
     assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == 1
 
 
+def test_a_backward_that_keeps_its_graph_takes_no_code_that_overwrites_what_was_saved(group: str) -> None:
+    """Whether code may overwrite what was saved for it, the first backward decides."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(both_ways(x, w, group)) * 2
+
+    x, w = operands(requires_grad=True)
+    with fresh_cache():
+        for keeps in (False, True):
+            torch._dynamo.reset()
+            loss = torch.compile(fn, backend="autofuse")(x, w).square().sum()
+            first = torch.autograd.grad(loss, (x, w), retain_graph=keeps)
+    assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] >= 1
+    for again, once in zip(torch.autograd.grad(loss, (x, w)), first, strict=True):
+        torch.testing.assert_close(again, once)
+
+
 @pytest.mark.parametrize("where", ["options", "global", "list"])
 def test_a_pass_of_the_user_keeps_running(group: str, where: str) -> None:
     mine = CountingPass()
