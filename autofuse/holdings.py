@@ -33,6 +33,7 @@ def group_summaries(wanted: str | None = None) -> list[str]:
 
 
 def _groups() -> Iterator[tuple[str, list[str]]]:
+    cpu_workspace.forget_destroyed()
     for found in list(cpu_workspace._workspaces.values()):
         if isinstance(found, cpu_workspace.Workspace):
             yield found.group_name, _of_cpus(found)

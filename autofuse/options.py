@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autofuse import config
-from autofuse.lowering import torch_internals
+from autofuse.lowering import limits, torch_internals
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.passes import Settings
 from autofuse.passes.choice.device_table import tables
@@ -94,7 +94,7 @@ def _split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str,
             raise ValueError(f"unknown option {key!r}{_near(name, [*OWN_OPTIONS, *known])}")
     if "timeout_s" in own:
         # It bounds every wait of this process, of all graphs and on all threads.
-        config.timeout_s = _seconds(own.pop("timeout_s"))
+        config.timeout_s = limits.seconds(own.pop("timeout_s"))
     return own, inductor
 
 
@@ -108,12 +108,6 @@ def _patterns(value: Any) -> frozenset[str] | None:
     for name in names:
         _check("patterns", name, ("all", *FUSED_OPS))
     return frozenset(names)
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"timeout_s={value!r}: expected a positive number of seconds")
-    return float(value)
 
 
 def _check(name: str, value: Any, allowed: Iterable[Any]) -> None:

@@ -33,7 +33,8 @@ def check(group: Group = None) -> None:
 def reset(group: Group = None) -> None:
     """Makes a group (None: that of all ranks) usable again after a fused op has failed.
 
-    All its ranks call it together, not while a CUDA graph is captured. Graphs that were captured before can
+    All its ranks call it together, not while a CUDA graph is captured. CPU ranks that wait for this one in a
+    fused op raise at once. Graphs that were captured before can
     be replayed afterwards. What the failed op and later ones have returned stays wrong. RuntimeError if a
     rank does not come; then all may call it again.
     """
@@ -71,6 +72,7 @@ class _Meeting:
 
 def _reset(meeting: _Meeting) -> None:
     group, store, rank = meeting.group, meeting.store, meeting.rank
+    on_cpus.give_up(group, "autofuse.reset was called")
     gpus = _gpus() if has_triton() else None
     made = gpus is not None and gpus.made_of(group) is not None
     mine = [made, *(visits(store, key, rank) for key in VISITS)]

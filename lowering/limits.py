@@ -1,5 +1,8 @@
 """How long fused ops wait for a peer: `config.timeout_s`, else less than the group's collectives do."""
 
+import math
+from typing import Any
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -20,7 +23,14 @@ def default_limit_s(group: ProcessGroup, device: torch.device) -> float:
 
 def limit_s(default: float) -> float:
     """What holds now."""
-    return default if config.timeout_s is None else float(config.timeout_s)
+    return default if config.timeout_s is None else seconds(config.timeout_s)
+
+
+def seconds(value: Any) -> float:
+    """`value` as `timeout_s`. ValueError unless it is a positive number: no wait lasts forever."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"timeout_s={value!r}: expected a positive number of seconds")
+    return float(value)
 
 
 def silent_s(limit: float) -> float:

@@ -8,6 +8,7 @@ from autofuse.lowering.cpu.rendezvous import Peer
 from autofuse.native_kernels import cpu
 
 _AWAITED, _TEXT = 64, 128  # each on a cache line of its own, behind the slot that says that there is a text
+_BETWEEN_CALLS, _IN_A_CALL = 1, 2  # what the slot says
 
 
 class Failures:
@@ -17,20 +18,22 @@ class Failures:
         self._rank, self._peers, self._slots, self._most = rank, peers, at, nbytes - _TEXT - 1
         self._awaited = [ctypes.c_int64.from_address(a + _AWAITED) for a in at]
 
-    def tell(self, reason: str) -> None:
-        """This rank has given up."""
+    def tell(self, reason: str, in_a_call: bool = True) -> None:
+        """This rank has given up: in a call, which then fails on all ranks, or between calls."""
         text = reason.encode()[: self._most] + b"\0"
         ctypes.memmove(self._slots[self._rank] + _TEXT, text, len(text))
-        cpu.signal(self._slots[self._rank], 1)
+        cpu.signal(self._slots[self._rank], _IN_A_CALL if in_a_call else _BETWEEN_CALLS)
 
     def await_(self, rank: int | None) -> None:
         """This rank waits for `rank`, and has done so for some time; None: for nobody."""
         self._awaited[self._rank].value = 0 if rank is None else rank + 1
 
     def why_not(self, rank: int) -> str:
-        """Why a wait for `rank` is in vain, or an empty string: a rank has given up, or this one has died."""
+        """Why a wait for `rank` is in vain, or an empty string: a rank has given up in a call, or this one
+        has between calls, or has died."""
         for r in (rank, *range(len(self._peers))):
-            if cpu.wait(self._slots[r], 1, None, 0, 0, 0, 0) == cpu.OK:
+            least = _BETWEEN_CALLS if r == rank else _IN_A_CALL
+            if cpu.wait(self._slots[r], least, None, 0, 0, 0, 0) == cpu.OK:
                 text = ctypes.string_at(self._slots[r] + _TEXT)
                 return f"rank {r} gave up: {text.decode(errors='replace')}"
         if self._peers[rank].is_dead():

@@ -7,11 +7,9 @@ they talk through shared memory only.
 
 import hashlib
 import json
-import mmap
 import os
 import platform
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -77,10 +75,7 @@ def map_segment(fd: int, nbytes: int) -> Tensor:
     """The shared memory behind `fd` as a uint8 tensor `[nbytes]`; closes `fd`. The memory is unmapped when
     the last tensor that views it is gone."""
     try:
-        if sys.platform == "linux":  # take all page faults now instead of one by one in the first call
-            mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        else:
-            mapped = mmap.mmap(fd, nbytes)
+        mapped = cpu.map_segment(fd, nbytes)
     finally:
         os.close(fd)
     # A tensor that is made in inference mode could not be written outside of it.

@@ -28,7 +28,7 @@ from autofuse.lowering.cpu.failures import Failures
 from autofuse.lowering.cpu.rendezvous import Declined
 from autofuse.lowering.cpu.rendezvous import GroupSpansHosts as GroupSpansHosts
 from autofuse.lowering.limits import default_limit_s, limit_s, silent_s
-from autofuse.lowering.torch_internals import group_store, resolve_group
+from autofuse.lowering.torch_internals import group_store, is_destroyed, resolve_group
 from autofuse.native_kernels import cpu
 
 log = logging.getLogger(__name__)
@@ -94,13 +94,13 @@ class Workspace:
         spin_us: how long a wait spins before it sleeps, if every rank has a processor."""
         return Call(self, op, site, key, nbytes, spin_us)
 
-    def _fail(self, reason: str, tell: bool = True) -> None:
+    def _fail(self, reason: str, tell: bool = True, in_a_call: bool = True) -> None:
         """Make this and all later calls raise `reason`, here and, with `tell`, on ranks that wait for us."""
         if self._failure:
             return
         self._failure = reason
         if tell:
-            self._failures.tell(reason)
+            self._failures.tell(reason, in_a_call)
 
     def _identify(self, op: str, site: str, key: str, nbytes: int) -> tuple[int, bytes]:
         shape = f"{key}; {nbytes} bytes; {self.world} ranks"
@@ -346,10 +346,25 @@ def decline(group: str | ProcessGroup, why: str, device: str = "cpu") -> None:
         notes.decline(group, why, device)
 
 
+def give_up(group: ProcessGroup, why: str) -> None:
+    """Between calls: the next calls raise, also on ranks that wait for this one, until the group has met
+    again."""
+    made = _workspaces.get(group)
+    if isinstance(made, Workspace):
+        made._fail(why, in_a_call=False)
+
+
 def forget(group: ProcessGroup) -> None:
     """The ranks of the group meet again before its next call, unless they cannot share memory."""
     with _lock_of(group):
         if not isinstance(_workspaces.get(group), rendezvous.NotShared):
+            _workspaces.pop(group, None)
+
+
+def forget_destroyed() -> None:
+    """Give back the memory of destroyed groups that something refers to, such as torch's compile caches."""
+    for group in list(_workspaces):
+        if is_destroyed(group):
             _workspaces.pop(group, None)
 
 
@@ -366,11 +381,17 @@ def _make(group: ProcessGroup, group_name: str) -> Workspace | Exception:
         return _workspaces[group]
     if dist.get_backend(group) == "fake":
         return Declined("the group is fake")
+    forget_destroyed()
     made: Workspace | Exception
     try:
         made = Workspace(group_name, group.rank(), group.size(), group_store(group))
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         made = error.with_traceback(None)
+    except OSError as error:
+        made = RuntimeError(f"group {group_name} cannot share memory: {error}")
+    except BaseException as error:  # the other ranks do not expect another visit
+        _workspaces[group] = RuntimeError(f"group {group_name} did not meet: {type(error).__name__}")
+        raise
     _workspaces[group] = made
     return made
 

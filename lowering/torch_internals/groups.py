@@ -20,6 +20,14 @@ def resolve_group(group: str | ProcessGroup) -> ProcessGroup:
     return group if isinstance(group, ProcessGroup) else _resolve_process_group(group)  # type: ignore[arg-type]
 
 
+def is_destroyed(group: ProcessGroup) -> bool:
+    """Whether torch no longer knows a group by its name."""
+    try:
+        return resolve_group(group.group_name) is not group
+    except RuntimeError:
+        return True
+
+
 def group_store(group: ProcessGroup) -> Store:
     """The key-value store that all ranks of `group` share, with a prefix of its own."""
     from torch.distributed.distributed_c10d import _get_process_group_store

@@ -6,9 +6,22 @@ and calling a kernel raises that text.
 
 import ctypes
 import errno
+import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int64,
+    c_long,
+    c_size_t,
+    c_uint8,
+    c_uint64,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,6 +130,28 @@ def open_segment(name: str) -> int:
 def unlink_segment(name: str) -> None:
     """Remove the name; processes that have mapped the memory keep it."""
     _unlink(name.encode())
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_map, _unmap = _libc.mmap, _libc.munmap
+_map.restype, _map.argtypes = c_void_p, [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
+_unmap.argtypes = [c_void_p, c_size_t]
+_FAILED = c_void_p(-1).value  # MAP_FAILED
+
+
+def map_segment(fd: int, nbytes: int) -> ctypes.Array[c_uint8]:
+    """The shared memory behind `fd`, mapped as long as the result lives. Raises RuntimeError.
+
+    Module mmap keeps a descriptor for each mapping, which a process with many groups has not enough of.
+    """
+    # On Linux all page faults are taken now instead of one by one in the first call.
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    address = _map(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address == _FAILED:
+        raise RuntimeError(f"cannot map {nbytes} bytes of shared memory: {os.strerror(ctypes.get_errno())}")
+    mapped = (c_uint8 * nbytes).from_address(address)
+    weakref.finalize(mapped, _unmap, address, nbytes).atexit = False
+    return mapped
 
 
 _reduce_rows = function(

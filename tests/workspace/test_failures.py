@@ -239,6 +239,33 @@ def _destroyed(rank: int, world: int) -> tuple[str, str, bool]:
     return gone, never, ws() is None
 
 
+def _held(rank: int, world: int) -> bool:
+    group = dist.new_group(list(range(world)))
+    _barrier(workspace_for(group.group_name))
+    ws = weakref.ref(workspace_for(group.group_name))
+    dist.destroy_process_group(group)
+    _barrier(workspace_for(fresh_group()))
+    gc.collect()
+    return ws() is None
+
+
+def test_a_destroyed_group_to_which_something_refers_gives_back_its_memory(ranks: Ranks) -> None:
+    assert ranks(2).run(_held) == [True, True]
+
+
+def _descriptors(rank: int, world: int) -> int:
+    group = fresh_group()
+    before = len(os.listdir("/proc/self/fd"))
+    _barrier(workspace_for(group))
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not list descriptors")
+def test_shared_memory_holds_no_descriptors(ranks: Ranks) -> None:
+    """A process with many groups would run out of them."""
+    assert ranks(2).run(_descriptors) == [0, 0]
+
+
 def test_a_destroyed_group_is_gone(ranks: Ranks) -> None:
     for gone, never, freed in ranks(2).run(_destroyed):
         assert freed

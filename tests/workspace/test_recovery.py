@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -19,11 +20,11 @@ import autofuse
 from autofuse import config
 from autofuse.agreeing import Agreed
 from autofuse.lowering import limits, watcher
-from autofuse.lowering.cpu import workspace
+from autofuse.lowering.cpu import rendezvous, workspace
 from autofuse.lowering.proofs import exchange
 from autofuse.lowering.torch_internals import fake_store
 from autofuse.passes.schedules.schedule import Proof
-from tests.ranks import RankPool, fresh_group
+from tests.ranks import WAIT_S, RankPool, fresh_group
 
 Ranks = Callable[[int], RankPool]
 
@@ -80,6 +81,64 @@ def test_a_group_is_usable_after_a_reset(ranks: Ranks, met: bool) -> None:
             assert f"waited 0.5 s for ranks [{late}]" in then
         else:
             assert ("gave up" if met else "waited 0.5 s for ranks") in then
+
+
+def _skips(rank: int, world: int, reset_by: int) -> tuple[str, float]:
+    """What a rank is told that waits for one which resets the group without the call, and after how long."""
+    group, begun = fresh_group(), time.monotonic()
+    _is_right(group, rank, world, 1)
+    told = "" if rank == reset_by else _error_of(lambda: _sum(group, rank, 0.0))
+    autofuse.reset(group)
+    _is_right(group, rank, world, 3)
+    return told, time.monotonic() - begun
+
+
+def test_who_waits_for_a_rank_that_resets_its_group_is_told_at_once(ranks: Ranks) -> None:
+    """Such as a rank whose program has failed between two calls."""
+    for rank, (told, seconds) in enumerate(ranks(3).run(_skips, 1)):
+        assert rank == 1 or "gave up: autofuse.reset was called" in told
+        assert seconds < WAIT_S / 2
+
+
+def _straggles(rank: int, world: int) -> None:
+    """Ranks reset the group while others are still in a call that all have come to."""
+    group = fresh_group()
+    _is_right(group, rank, world, 3)
+    for _ in range(3):
+        with workspace.workspace_for(group).call("relay", "here", "", 64) as call:
+            if rank == 1:
+                call.wait(2, 0)
+            elif rank == 2:
+                time.sleep(0.5)  # longer than a wait sleeps
+                call.signal(1, 0)
+        autofuse.reset(group)
+
+
+def test_a_reset_fails_no_call_that_others_are_still_in(ranks: Ranks) -> None:
+    ranks(3).run(_straggles)
+
+
+def test_a_time_limit_is_a_number_of_seconds() -> None:
+    for wrong in (0, -1.0, float("inf"), float("nan"), "5", True):
+        with config.patch(timeout_s=wrong), pytest.raises(ValueError, match=r"timeout_s=.*positive number"):
+            limits.limit_s(370.0)
+
+
+def _interrupted(rank: int, world: int) -> str:
+    """Of a call after one that was interrupted while the group met."""
+    group = fresh_group()
+    with suppress(KeyboardInterrupt), patch.object(rendezvous, "all_gather", side_effect=KeyboardInterrupt):
+        _sum(group, rank, 0.0)
+    told = _error_of(lambda: _sum(group, rank, 0.0))
+    autofuse.reset(group)
+    _is_right(group, rank, world, 3)
+    return told
+
+
+def test_an_interrupted_meeting_needs_a_reset(ranks: Ranks) -> None:
+    """A rank that visited the store once more would wait for a visit that nobody makes."""
+    for told in ranks(2).run(_interrupted):
+        assert "did not meet: KeyboardInterrupt" in told
 
 
 def _exchanged(rank: int, world: int) -> list[str]:
