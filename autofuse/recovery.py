@@ -4,7 +4,6 @@ import json
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed import ProcessGroup
@@ -14,7 +13,15 @@ from autofuse.groups import Group, group_name
 from autofuse.lowering import watcher
 from autofuse.lowering.cpu import workspace as on_cpus
 from autofuse.lowering.cpu.identities import known
-from autofuse.lowering.cpu.rendezvous import VISITS, all_gather, set_visits, visits
+from autofuse.lowering.cpu.rendezvous import (
+    RESETS,
+    VISITS,
+    all_gather,
+    reset_step,
+    set_visits,
+    visit,
+    visits,
+)
 from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.torch_internals import group_store, resolve_group
@@ -33,10 +40,10 @@ def check(group: Group = None) -> None:
 def reset(group: Group = None) -> None:
     """Makes a group (None: that of all ranks) usable again after a fused op has failed.
 
-    All its ranks call it together, not while a CUDA graph is captured. CPU ranks that wait for this one in a
-    fused op raise at once. Graphs that were captured before can
-    be replayed afterwards. What the failed op and later ones have returned stays wrong. RuntimeError if a
-    rank does not come; then all may call it again.
+    All its ranks call it together, not while a CUDA graph is captured. Ranks that wait for this one, to meet
+    for the first time or in a fused op on CPUs, raise at once. Graphs that were captured before can be
+    replayed afterwards. What the failed op and later ones have returned stays wrong. RuntimeError if a rank
+    does not come; then all may call it again.
     """
     name = group_name(group, "reset")
     meeting = _Meeting(resolve_group(name), torch.device("cuda" if has_gpus(name) else "cpu"))
@@ -45,7 +52,7 @@ def reset(group: Group = None) -> None:
     except BaseException:
         meeting.take_back()
         raise
-    _numbers[meeting.group] = meeting.number
+    visit(meeting.store, RESETS, meeting.rank)
 
 
 class _Meeting:
@@ -53,15 +60,15 @@ class _Meeting:
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group, self.store, self.rank = group, group_store(group), group.rank()
-        self.number = _numbers.get(group, 0) + 1
+        self.number = visits(self.store, RESETS, self.rank) + 1
         self._limit = limit_s(default_limit_s(group, device))
         self._steps: list[str] = []
 
     def all_gather(self, value: str) -> list[str]:
-        self._steps.append(f"autofuse/reset/{self.number}/{len(self._steps)}")
-        return all_gather(
-            self.store, self._steps[-1], self.rank, known(self.group), value, self._limit, "reset"
-        )
+        self._steps.append(reset_step(self.number, len(self._steps)))
+        where, peers = self._steps[-1], known(self.group)
+        purpose = "to reset the group"
+        return all_gather(self.store, where, self.rank, peers, value, self._limit, None, purpose, True)
 
     def take_back(self) -> None:
         """A rank that comes later must not find us."""
@@ -93,7 +100,3 @@ def _reset(meeting: _Meeting) -> None:
 
 def _gpus() -> Any:
     return import_module("autofuse.lowering.gpu.memory.workspace")  # it needs Triton
-
-
-_numbers: "WeakKeyDictionary[ProcessGroup, int]" = WeakKeyDictionary()
-"""How often a group was reset."""

@@ -29,6 +29,9 @@ from .names import locked, remove_left_behind
 VISITS = ("autofuse", "autofuse/gpu", "autofuse/proofs")
 """Keys in the store of a group, of its visits by CPU ranks, by GPU ranks, and to compare proofs of graphs."""
 
+RESETS = "autofuse/reset"
+"""Key in the store of a group, of how often a rank has reset it."""
+
 
 class NotShared(RuntimeError):
     """The ranks of a group share no memory, and all ranks know it: all of them run the reference."""
@@ -92,15 +95,17 @@ def all_gather(
     timeout_s: float,
     device: str | None = "cpu",
     purpose: str = "to set up shared memory",
+    resets: bool = False,
 ) -> list[str]:
     """One string of every rank, through `store`.
 
     peers: the process of each rank, None while that is not known. device: ranks that have declined to share
-    memory of such devices will not come; None if all ranks come.
+    memory of such devices will not come; None if all ranks come. resets: the ranks reset the group.
 
-    Raises Declined when a rank will never come, RuntimeError naming the ranks that died or did not come
-    within `timeout_s`.
+    Raises Declined when a rank will never come, RuntimeError naming the ranks that died, reset the group
+    instead, or did not come within `timeout_s`.
     """
+    reset = reset_step(visits(store, RESETS, rank) + 1, 0)
     store.set(f"{prefix}/{rank}", value)
     missing = list(range(len(peers)))
     deadline = time.monotonic() + timeout_s
@@ -112,6 +117,9 @@ def all_gather(
         for r in missing:
             if device is not None and (why := notes.declined(store, r, device)):
                 raise Declined(f"rank {r} leaves its collectives as they are: {why}")
+            # A rank that has come before its reset may have done so since we looked.
+            if not resets and store.check([f"{reset}/{r}"]) and not store.check([f"{prefix}/{r}"]):
+                raise RuntimeError(f"rank {r} gave up: autofuse.reset was called")
         for r in missing:
             peer = peers[r]
             if peer is not None and peer.is_dead():
@@ -124,6 +132,11 @@ def all_gather(
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
+
+
+def reset_step(number: int, step: int) -> str:
+    """Key of a meeting of ranks that reset a group for the time `number`."""
+    return f"{RESETS}/{number}/{step}"
 
 
 def visits(store: Store, key: str, rank: int) -> int:
