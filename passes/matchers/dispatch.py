@@ -25,14 +25,13 @@ from autofuse.passes.graph.layout import (
     same_size,
 )
 from autofuse.passes.graph.paths import depends_on
-from autofuse.passes.graph.row_numbers import from_start
 from autofuse.passes.reasons import Reason, Reject
 
 from .combine import ANY_ROWS, NOT_PERMUTED, batched, like, parts_of
 from .gates import Gate, gate_of
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, hand_out, replace_result, values
 from .matmuls import grouped_offsets, is_grouped, linear_operands
-from .placement import permutes_all, row_index
+from .placement import Choice, find_choice, permutes_all
 from .readers import Reader, find_readers, reread, takes_rows
 from .rows import Rows, split_rows
 
@@ -298,20 +297,16 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
     readers = find_readers(anchor, shapes)
     if not readers or len(natural.dims) != 2 or any(r.layout != natural for r in readers):
         return Reject(Reason.NO_COMPUTE, "no grouped matmul reads what is exchanged")
-    positions: fx.Node | None = None
     rows = readers[0].view
-    if readers[0].user.target is aten.index.Tensor:
-        index = readers[0].user
-        chosen = row_index(index.args[1])
-        if len(readers) != 1 or not isinstance(chosen, fx.Node):
-            return Reject(Reason.EXTRA_USERS, f"what is exchanged is read besides {index.name}")
-        positions, rows = chosen, index
-        val = tensor(positions)
-        if val is None or val.dim() != 1 or val.dtype != torch.int64:
-            return Reject(Reason.LAYOUT, f"{index.name} does not choose rows by a vector of int64")
-        users = list(index.users)
-    else:
-        users = [r.user for r in readers]
+    choice = find_choice(readers[0].user, rows, shapes)
+    if isinstance(choice, Reject):
+        return choice
+    users = [r.user for r in readers]
+    if choice is not None:
+        if len(readers) != 1:
+            return Reject(Reason.EXTRA_USERS, f"what is exchanged is read besides {choice.node.name}")
+        rows, users = choice.node, list(choice.node.users)
+    positions = None if choice is None else choice.index
     grouped = [u for u in users if is_grouped(u.target) and u.args[0] is rows and u.args[1] is not rows]
     grouped = [u for u in grouped if grouped_offsets(u) is not None]
     if not grouped:
@@ -336,7 +331,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
         PATTERN,
         Work(sizes, shapes.known(weights[0])[0]),
         context.shapes,
-        partial(_rewrite_dropless, anchor, context, grouped, offsets, positions, rows, bool(others), gate),
+        partial(_rewrite_dropless, anchor, context, grouped, offsets, choice, rows, bool(others), gate),
         (anchor.input, *inputs),
         arguments=AllToAllExpertMatmul(
             sent,
@@ -362,7 +357,7 @@ def _rewrite_dropless(
     context: Context,
     grouped: list[fx.Node],
     offsets: fx.Node | None,
-    positions: fx.Node | None,
+    choice: Choice | None,
     rows: fx.Node,
     keep: bool,
     gate: Gate | None,
@@ -372,8 +367,8 @@ def _rewrite_dropless(
         grouped = list(gate.products)
     weights = [u.args[1] for u in grouped]
     splits = (anchor.output_splits, anchor.input_splits)
-    if positions is not None:
-        positions = from_start(emitter, positions, context.shapes.known(anchor.node)[0])
+    received = context.shapes.known(anchor.node)[0]
+    positions = None if choice is None else choice.positions(emitter, received)
     name = "" if gate is None else gate.name
     args: tuple[object, ...] = (anchor.input, weights, [], name, 0, offsets, positions, *splits, 1, 1, keep)
     op = torch.ops.autofuse.all_to_all_expert_matmul.default

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
@@ -11,8 +12,8 @@ from torch import fx
 from autofuse.passes.graph.blank import EMPTY, is_blank
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
-from autofuse.passes.graph.layout import same_shape, same_size
-from autofuse.passes.graph.permutation import is_permutation
+from autofuse.passes.graph.layout import Size, same_shape, same_size
+from autofuse.passes.graph.permutation import inverse_of, is_permutation
 from autofuse.passes.graph.row_numbers import FROM_EITHER_END, from_start
 from autofuse.passes.reasons import Reason, Reject
 
@@ -95,20 +96,49 @@ def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
     if not isinstance(rows, fx.Node) or not _is_index(index):
         return None
     assert isinstance(index, fx.Node)
-    count = shapes.of(index)
-    if count is None or not permutes_all(index, rows, shapes):
+    if not permutes_all(index, rows, shapes):
         return None
+    return Placement(node, rows, (index,), partial(_inverse, index), True)
 
-    def inverse(emitter: Emitter) -> fx.Node:
-        val = tensor(index)
-        assert val is not None
-        size = emitter.size(count[0])
-        numbers = emitter.numbers(size, index)
-        options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
-        base = emitter.call(aten.full.default, [size], 0, **options)
-        return emitter.call(aten.index_put.default, base, [index], numbers)
 
-    return Placement(node, rows, (index,), inverse, True)
+@dataclass(frozen=True)
+class Choice:
+    """Row `i` of `node` is row `index[i]` of what it is made from. `puts`: row `index[i]` of `node` is row
+    `i` of that, and the index is known to be a permutation."""
+
+    node: fx.Node
+    index: fx.Node
+    puts: bool = False
+
+    def positions(self, emitter: Emitter, rows: Size) -> fx.Node:
+        """For each row of `node`, the number of the row among `rows`."""
+        return _inverse(self.index, emitter) if self.puts else from_start(emitter, self.index, rows)
+
+
+def find_choice(node: fx.Node, source: fx.Node, shapes: Shapes) -> Choice | Reject | None:
+    """The rows of `source` that `node` chooses, or has in another order; None if it is another op."""
+    if node.target is aten.index.Tensor:
+        index = row_index(node.args[1])
+        if isinstance(index, fx.Node) and _is_index(index):
+            return Choice(node, index)
+        return Reject(Reason.LAYOUT, f"{node.name} does not choose rows by a vector of int64")
+    found = _put(node, shapes) if node.target in _PUTS else None
+    if found is None or found.rows is not source or not found.permutes:
+        return None
+    (index,) = found.inputs
+    return Choice(node, index, puts=True)
+
+
+def _inverse(index: fx.Node, emitter: Emitter) -> fx.Node:
+    """The inverse of a permutation."""
+    known, shape, val = inverse_of(index), emitter.shapes.known(index), tensor(index)
+    if known is not None:
+        return known
+    assert val is not None
+    size = emitter.size(shape[0])
+    options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
+    base = emitter.call(aten.full.default, [size], 0, **options)
+    return emitter.call(aten.index_put.default, base, [index], emitter.numbers(size, index))
 
 
 def row_index(indices: object) -> object:

@@ -92,12 +92,15 @@ class Dropless(nn.Module):
 
     Rows are brought into the order of experts by a sort, or by places that are counted; the rows of experts
     are counted by a scatter, or by a histogram. wide: rows are exchanged in float32, as the program has it,
-    and cast for the experts (torchtitan). negative: places are counted from the last row.
+    and cast for the experts (torchtitan). negative: places are counted from the last row. inverted: the
+    results are chosen by the inverse of the places, so that the backward puts their gradients at places.
     """
 
-    def __init__(self, sorts: bool = False, wide: bool = False, negative: bool = False) -> None:
+    def __init__(
+        self, sorts: bool = False, wide: bool = False, negative: bool = False, inverted: bool = False
+    ) -> None:
         super().__init__()
-        self.sorts, self.wide, self.negative = sorts, wide, negative
+        self.sorts, self.wide, self.negative, self.inverted = sorts, wide, negative, inverted
         self.world = dist.get_world_size()
         self.gate = nn.Linear(D, LOCAL * self.world, bias=False)
         self.w1 = nn.Parameter(torch.randn(LOCAL, D, H) * 0.1)
@@ -129,8 +132,13 @@ class Dropless(nn.Module):
         rows = rows.bfloat16()
         h = F.silu(torch._grouped_mm(rows, self.w1, offs=ends)) * torch._grouped_mm(rows, self.w3, offs=ends)
         y = torch._grouped_mm(h, self.w2, offs=ends).type_as(sent)
-        back = y.new_empty(arrived.shape)
-        back[places] = y
+        if self.inverted:
+            chosen_from = torch.empty_like(places)
+            chosen_from[places] = torch.arange(places.shape[0], device=places.device)
+            back = y[chosen_from]
+        else:
+            back = y.new_empty(arrived.shape)
+            back[places] = y
         back = exchange(back, inputs, outputs)
         back = (back.float() * score[:, None]).to(x.dtype)
         return torch.zeros_like(x).scatter_add(0, token[:, None].expand(-1, D), back)
@@ -176,6 +184,13 @@ PROGRAMS: dict[str, Program] = {
     ),
     "dropless, negative places, training": Program(
         model(lambda: Dropless(negative=True), torch.bfloat16, grad=True),
+        TRAINED,
+        {"forward": ["no_compute"]},
+        grad=True,
+        tolerance=0.03,
+    ),
+    "dropless, inverted places, training": Program(
+        model(lambda: Dropless(inverted=True), torch.bfloat16, grad=True),
         TRAINED,
         {"forward": ["no_compute"]},
         grad=True,
