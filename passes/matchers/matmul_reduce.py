@@ -30,8 +30,8 @@ from autofuse.passes.reasons import Reason, Reject
 
 from .bags import replace_extras
 from .contractions import ROWS, Product
-from .match import Context, Found, Match, Work, check_dtype, replace_result, values
-from .operands import materialise, two_dimensional
+from .match import Context, Found, Match, Work, check_dtype, replace_result
+from .operands import materialise, two_dimensional, values_of
 from .product import extra_users, hand_out_product, match_product
 from .token_sums import GROUPED, grouped_terms, readers_of_rows, values_of_terms
 
@@ -112,7 +112,7 @@ def _arguments(
 ) -> MatmulAllReduce | MatmulReduceScatter:
     """The arguments of the fused op, as far as they are known before the rewrite."""
     assert anchor.reduce_op is not None
-    operands = values(o.node for o in found.operands)
+    operands = values_of(found.operands)
     terms = (*values_of_terms(found), operands, found.text, anchor.reduce_op)
     if cut is None:
         return MatmulAllReduce(*terms, keep, [], "", "", *context.common)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import Shapes, aten, tensor, value
-from autofuse.passes.graph.layout import Layout, Size, merge, prod, same_size
+from autofuse.passes.graph.follow import Shapes, aten, dtype_of, prims, tensor, value
+from autofuse.passes.graph.layout import Layout, Size, common_digits, merge, prod, same_size
 from autofuse.passes.graph.row_numbers import from_start
 
 
@@ -17,15 +18,19 @@ from autofuse.passes.graph.row_numbers import from_start
 class Operand:
     """An operand of a stage. The fused op takes it expanded to `expand`, then reshaped to `shape`.
 
-    `others`: the operands of the other experts, if each expert has its own. `numbers`: the operand chooses
-    among so many rows, and a negative number counts from the last.
+    `layout`: that of the expanded operand on what the op takes, if views lie between product and stage that
+    change the order. `others`: the operands of the other experts, if each expert has its own. `numbers`: the
+    operand chooses among so many rows, and a negative number counts from the last. `dtype`: the op takes the
+    operand cast to it.
     """
 
     node: fx.Node
     expand: tuple[Size, ...] | None = None
     shape: tuple[Size, ...] | None = None
+    layout: Layout | None = None
     others: tuple[Operand, ...] = ()
     numbers: Size | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -65,15 +70,23 @@ def broadcast(
         if len(exact) == 1 and same_size(exact[0], shape[-1]):
             return Operand(operand, shape=(shape[-1],))
         return None
-    if not natural:
+    if not natural and not _has_all_of(layout, shape):
         return None
-    if columns not in used:
-        # One value for each row: dims of columns have size 1, other dims are expanded.
-        cut = next((i for i in range(rank) if columns in per_dim[i]), rank)
-        if any(per_dim[i] & set(range(columns)) for i in range(cut, rank)):
-            return None
-        return Operand(operand, expand=(*full[:cut], *([1] * (rank - cut))), shape=(*rows, 1))
-    return Operand(operand, expand=full, shape=shape)
+    if columns in used:
+        return Operand(operand, full, shape, None if natural else layout)
+    # One value for each row: dims of columns have size 1, other dims are expanded.
+    of_columns = [columns in dims for dims in per_dim]
+    if any(is_one and len(dims) > 1 for is_one, dims in zip(of_columns, per_dim, strict=True)):
+        return None
+    expand = tuple(1 if is_one else size for is_one, size in zip(of_columns, full, strict=True))
+    rest = Layout(tuple(() if i else dims for i, dims in zip(of_columns, layout.dims, strict=True)))
+    return Operand(operand, expand, (*rows, 1), None if natural else rest)
+
+
+def _has_all_of(layout: Layout, shape: tuple[Size, ...]) -> bool:
+    """Whether the layout has every element of a tensor of this shape once."""
+    refined = common_digits(layout.digits, Layout.of(shape).digits)
+    return not layout.fixed and refined is not None and len(refined[0]) == len(refined[1])
 
 
 def is_symbol(operand: fx.Node) -> bool:
@@ -88,6 +101,8 @@ def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
     if is_symbol(node):
         dtype = torch.int64 if isinstance(value(node), torch.SymInt) else torch.float64
         return emitter.call(aten.scalar_tensor.default, node, dtype=dtype)
+    if operand.dtype not in (None, dtype_of(node)):
+        node = emitter.call(prims.convert_element_type.default, node, operand.dtype)
     if operand.numbers is not None:
         node = from_start(emitter, node, operand.numbers)
     if operand.expand is not None:
@@ -97,7 +112,17 @@ def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
         sizes = [-1 if a == b else emitter.size(b) for a, b in zip(full, operand.expand, strict=True)]
         if any(s != -1 for s in sizes):
             node = emitter.call(aten.expand.default, node, sizes)
-    return node if operand.shape is None else emitter.reshape(node, operand.shape)
+    if operand.shape is None:
+        return node
+    if operand.layout is not None:
+        return emitter.rebuild(node, operand.layout, Layout.of(operand.shape), operand.shape)
+    return emitter.reshape(node, operand.shape)
+
+
+def values_of(operands: Iterable[Operand]) -> list[torch.Tensor]:
+    """The metadata of operands, as the ops compute with them."""
+    known = ((o, tensor(o.node)) for o in operands)
+    return [val if o.dtype is None else val.to(o.dtype) for o, val in known if val is not None]
 
 
 def two_dimensional(emitter: Emitter, node: fx.Node) -> fx.Node:

@@ -25,7 +25,15 @@ from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import ROWS, Product, bags_of, contraction, is_contraction, pooled_rows
 from .operands import Operand, broadcast
-from .token_sums import CHOICES, GROUPED, added_rows, adds_rows, chosen_rows, rows_of_experts
+from .token_sums import (
+    CHOICES,
+    GROUPED,
+    added_rows,
+    adds_rows,
+    chosen_rows,
+    rows_of_experts,
+    views_of_rows,
+)
 
 aten = torch.ops.aten
 
@@ -63,7 +71,7 @@ def match_product(
     if isinstance(found, Reject):
         return found
     taken = found.inner | {found.last, *(head for head, _ in found.heads)}
-    for inner in found.inner - {found.rows}:
+    for inner in found.inner - {found.rows} - views_of_rows(found):
         outside = [u for u in inner.users if u not in taken]
         if outside:
             return Reject(Reason.EXTRA_USERS, f"{inner.name} is also read by {outside[0].name}")
@@ -152,7 +160,9 @@ def _leaf(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
     if batched is Batch.ROWS and n.target in CHOICES:
         return chosen_rows(n, shapes, partial(_match, shapes=shapes, batched=batched), _extend)
     if not batched and adds_rows(n):
-        return added_rows(n, shapes, partial(_match, shapes=shapes, batched=Batch.ROWS), _extend)
+        added = added_rows(n, shapes, partial(_match, shapes=shapes, batched=Batch.ROWS), _extend)
+        if isinstance(added, Product) or not is_contraction(n.target):
+            return added
     if bags_of(n):
         return pooled_rows(n, shapes)
     if is_contraction(n.target):

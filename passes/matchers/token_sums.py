@@ -5,6 +5,7 @@ vectors `[R, K, 1]`, each row has a copy of the matrix of its expert.
 
 sum(P[order].view(T, k, N), 1)          rows in the order of tokens, k each
 sum(P: [E, T, N], 0)                    all experts have all tokens
+bmm(weights: [T, 1, k], rows: [T, k, N])    the same, weighted; and bmm(rows: [T, N, k], weights: [T, k, 1])
 index_add(base, 0, token, P)            and index_put and scatter_add that add
 """
 
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
+from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, is_view, tensor
 from autofuse.passes.graph.layout import Layout, Size, exact_quotient, prod, same_shape, same_size
 from autofuse.passes.graph.row_numbers import FROM_EITHER_END
 from autofuse.passes.reasons import Reason, Reject
@@ -44,7 +45,7 @@ def adds_rows(n: fx.Node) -> bool:
     """Whether the node may add rows up to tokens."""
     if n.target is aten.index_put.default:
         return bool(argument(n, 3, "accumulate", False))
-    return n.target is _SUM or n.target in _ADDS
+    return n.target in (_SUM, aten.bmm.default) or n.target in _ADDS
 
 
 def rows_of_experts(n: fx.Node, shapes: Shapes) -> Product | Reject:
@@ -106,6 +107,8 @@ def added_rows(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> 
     """The sum over the rows of each token."""
     if n.target is _SUM:
         return _sum(n, shapes, match, extend)
+    if n.target is aten.bmm.default:
+        return _weighted(n, shapes, match, extend)
     base, rows, index = _put(n)
     val = tensor(base)
     if not isinstance(rows, fx.Node) or not isinstance(base, fx.Node) or not _is_index(index) or val is None:
@@ -138,19 +141,55 @@ def _sum(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> Produc
     found = match(source)
     if isinstance(found, Reject):
         return found
-    rows, columns = found.shape
-    tokens = exact_quotient(rows, count)
-    if not isinstance(count, int) or tokens is None or not is_natural(found.layout, found.shape):
+    stage = _sum_over(found, dim)
+    if stage is None:
         return Reject(Reason.LAYOUT, f"{n.name} is a sum over no rows of each token")
     if dtype_of(n) != found.dtype:
         return Reject(Reason.UNSUPPORTED_VARIANT, f"{n.name} adds up in another dtype")
-    if same_size(prod(shape[dim + 1 :]), columns):
-        stage = f"sum {count}"
-    elif all(same_size(s, 1) for s in shape[:dim]):
-        stage = f"fold {count}"
-    else:
-        return Reject(Reason.LAYOUT, f"{n.name} is a sum over no rows of each token")
+    tokens = exact_quotient(found.shape[0], count)
+    assert tokens is not None
     return _as_tokens(extend(found, source, n, stage), n, tokens, shapes)
+
+
+def _sum_over(found: Product, dim: int) -> str | None:
+    """The stage that is a sum over dim `dim` of a node with the layout of `found`. None if what is left is
+    not a row for each token, in their order."""
+    count = found.layout.shape[dim]
+    others = [i for i in range(len(found.layout.dims)) if i != dim]
+    if not isinstance(count, int):
+        return None
+    for at in range(1, len(others)):
+        moved = found.layout.permute([*others[:at], dim, *others[at:]])
+        if same_size(prod(moved.shape[at + 1 :]), found.shape[1]) and is_natural(moved, found.shape):
+            return f"sum {count}"
+    return f"fold {count}" if is_natural(found.layout.permute([dim, *others]), found.shape) else None
+
+
+def _weighted(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> Product | Reject:
+    """A matmul for each token of its rows and their weights. It adds up in float32, and so do the stages."""
+    left, right = n.args[:2]
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    tokens, *sizes = shapes.known(n)
+    none = Reject(Reason.NO_COMPUTE, f"{n.name} is a batch of matmuls")
+    if same_size(sizes[1], 1) and not same_size(sizes[0], 1):
+        rows, weights, dim = left, right, 2
+    elif same_size(sizes[0], 1):
+        rows, weights, dim = right, left, 1
+    else:
+        return none
+    found = match(rows)
+    if isinstance(found, Reject):
+        return none
+    stage = _sum_over(found, dim)
+    if stage is None or dtype_of(n) != found.dtype:
+        return none
+    of_weights = Layout(tuple(() if i == 3 - dim else dims for i, dims in enumerate(found.layout.dims)))
+    operand = Operand(weights, shape=(found.shape[0], 1), layout=of_weights, dtype=torch.float32)
+    stages = [f"mul %{len(found.operands)}", stage]
+    if found.dtype != torch.float32:
+        stages.append(f"to {str(found.dtype).removeprefix('torch.')}")
+    return _as_tokens(extend(found, rows, n, "; ".join(stages), operand), n, tokens, shapes)
 
 
 def _put(n: fx.Node) -> tuple[object, object, object]:
@@ -181,9 +220,25 @@ def _is_index(index: object) -> TypeGuard[fx.Node]:
     return val is not None and val.dim() == 1 and val.dtype == torch.int64
 
 
+def views_of_rows(found: Product) -> set[fx.Node]:
+    """The views of the contraction of a grouped product that its first stage reads."""
+    views: set[fx.Node] = set()
+    work = [found.rows] if found.rows is not None else []
+    while work:
+        new = [u for u in work.pop().users if u in found.inner and u not in views and is_view(u)]
+        views.update(new)
+        work += new
+    return views
+
+
 def readers_of_rows(found: Product) -> tuple[fx.Node, ...]:
-    """Users of the contraction of a grouped product that are no stages of it."""
+    """Users of the contraction of a grouped product that are no stages of it, or views that others read,
+    too."""
     if found.rows is None:
         return ()
-    taken = found.inner | {found.last}
-    return tuple(u for u in found.rows.users if u not in taken)
+    taken, views = found.inner | {found.last}, views_of_rows(found)
+
+    def leads_out(n: fx.Node) -> bool:
+        return n not in taken or (n in views and any(map(leads_out, n.users)))
+
+    return tuple(u for u in found.rows.users if leads_out(u))

@@ -124,6 +124,19 @@ def top_k_sum(x: Tensor, w: Tensor, weights: Tensor) -> Tensor:
     return reduced((F.linear(x, w).unflatten(0, (4, 2)) * weights[..., None]).sum(1))
 
 
+def moved_residual(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+    """The batch comes behind the sequence, as in the residual."""
+    return scattered(F.linear(x, w).transpose(0, 1) + residual)
+
+
+def moved_rows_masked(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+    return reduced(F.linear(x, w).transpose(1, 2).masked_fill(mask[..., :1].transpose(1, 2) > 0, 0.0))
+
+
+def moved_heads_scaled(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return reduced(F.linear(x, w).unflatten(-1, (4, D // 4)).transpose(1, 2) * scale)
+
+
 def half(x: Tensor, w: Tensor) -> Tensor:
     return reduced(F.linear(x, w)[:4])
 
@@ -190,6 +203,9 @@ PROGRAMS: dict[str, Program] = {
     "gated": fuses(AR, gated, X3, W2, W2),
     "loop with bias": stays("no_compute", loop_with_bias, (3, 8, H), (3, H, D), (3, D)),
     "sum of the top k": stays("no_compute", top_k_sum, X2, W2, (4, 2)),
+    "moved, residual": fuses(RS, moved_residual, X3, W2, (8, 2, D)),
+    "moved, masked rows": fuses(AR, moved_rows_masked, X3, W2, Y3),
+    "moved, scaled heads": stays("layout", moved_heads_scaled, X3, W2, (4, 1, 1)),
     "half of the rows": stays("layout", half, X2, W2),
     "reordered rows": stays("no_compute", reordered_rows, X2, W2, (8,)),
     "two reduced": fuses(AR, two_reduced, X3, W2, X3, W2, Y3, times=2, worlds=(2, 4)),

@@ -15,7 +15,7 @@ from .dense import AR, RS, group
 from .harness import Program
 
 EXPERTS, D, H, TOKENS, TOP = 4, 16, 24, 12, 2
-
+COPIED = ("matrices and vectors", "vectors and matrices", "weights and rows", "rows and weights")
 
 Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -75,14 +75,28 @@ class Experts(nn.Module):
         return torch.bmm(x.unsqueeze(1), w.mT).squeeze(1)
 
     def routed(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        if self.how == "every":
+        if self.how.startswith("every"):
             hot = x.new_zeros(x.shape[0], EXPERTS).scatter(1, chosen, scores.to(x.dtype))
             every = x.expand(EXPERTS, *x.shape)
             out = torch.bmm(self.act(torch.bmm(every, self.up.mT)), self.down.mT)
+            if self.how == "every, tokens first":
+                return (out.transpose(0, 1) * hot.unsqueeze(-1)).sum(1)
+            if self.how == "every, by a matmul":
+                return torch.einsum("etd,te->td", out, hot)
             return (out * hot.t().unsqueeze(-1)).sum(0)
-        if self.how in ("matrices and vectors", "vectors and matrices"):
+        if self.how in (
+            "matrices and vectors",
+            "vectors and matrices",
+            "weights and rows",
+            "rows and weights",
+        ):
             copies, rows = chosen.view(-1), x.repeat_interleave(TOP, 0)
             out = self.copied(self.act(self.copied(rows, self.up[copies])), self.down[copies])
+            weights = scores.to(x.dtype)
+            if self.how == "weights and rows":
+                return (weights.unsqueeze(1) @ out.view(-1, TOP, D)).squeeze(1)
+            if self.how == "rows and weights":
+                return torch.einsum("tkd,tk->td", out.view(-1, TOP, D), weights)
             return (out * scores.view(-1, 1)).view(-1, TOP, D).sum(1).to(x.dtype)
         experts, order = torch.sort(chosen.view(-1))
         token, score = order // TOP, scores.view(-1)[order]
@@ -155,6 +169,13 @@ PROGRAMS: dict[str, Program] = {
     "vectors and matrices, scattered": Program(
         build("vectors and matrices", scattered=True), {"inference": [RS]}, tolerance=0.02
     ),
+    "weights and rows": Program(build("weights and rows"), {"inference": [AR]}, tolerance=0.02),
+    "rows and weights, scattered": Program(
+        build("rows and weights", torch.float32, scattered=True), {"inference": [RS]}
+    ),
+    "rows and weights, training": Program(
+        build("rows and weights", torch.float32, grad=True), {"forward": [AR], "backward": [AR]}, grad=True
+    ),
     "a shared expert": Program(build("sum", shared=True), {"inference": [AR, AR]}, tolerance=0.02),
     "a shared expert, training": Program(
         build("sum", grad=True, shared=True),
@@ -182,6 +203,8 @@ PROGRAMS: dict[str, Program] = {
         build("index_put from the end"), {"inference": [AR]}, tolerance=0.02
     ),
     "every expert": Program(build("every", torch.float32), {"inference": [AR]}),
+    "every expert, tokens first": Program(build("every, tokens first", torch.float32), {"inference": [AR]}),
+    "every expert, by a matmul": Program(build("every, by a matmul", torch.float32), {"inference": [AR]}),
     "gathered": Program(given, kept={"inference": ["unsupported_variant"]}),
     "training": Program(
         build("sum", grad=True), {"forward": [AR], "backward": [AR]}, grad=True, tolerance=0.03
