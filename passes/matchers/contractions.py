@@ -8,13 +8,14 @@ import torch
 from torch import fx
 
 from autofuse.lowering.reference.bags import Pooling
-from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
+from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, is_cast, is_view, tensor
 from autofuse.passes.graph.layout import Layout, Size, prod, same_shape
 from autofuse.passes.reasons import Reason, Reject
 
 from .bags import Bag, check_bags, read_bag
 from .matmuls import grouped_offsets, is_grouped, one_weight
 from .operands import Operand
+from .placement import row_index
 
 _CONTRACTIONS = {
     aten.mm.default,
@@ -63,6 +64,8 @@ class Product:
     """Of a `grouped` product: x are vectors `[R, K, 1]`, and w their matrices `[R, N, K]`."""
     rows: fx.Node | None = None
     """Of a `grouped` product of one term: the contraction, which may be read elsewhere, too."""
+    from_either_end: bool = False
+    """Of a `rows` product: negative numbers count from the last row."""
     bags: tuple[Bag, ...] = ()
     """Of a `bags` product: those of all tables."""
     heads: tuple[tuple[fx.Node, Layout], ...] = ()
@@ -74,9 +77,25 @@ class Product:
         return "; ".join(self.stages)
 
 
-def _rows(n: fx.Node, shapes: Shapes) -> Product | Reject:
-    """Rows that an embedding reads: one for each index."""
+def indexes_a_table(n: fx.Node) -> bool:
+    """Whether the node reads rows of a matrix as an embedding does, by an index. The matrix is an input of
+    the graph, or a cast of one: rows of another matrix may rather be rows of a matmul."""
+    if n.target is not aten.index.Tensor:
+        return False
+    table, index = n.args[0], row_index(n.args[1])
+    whole = tensor(table)
+    while isinstance(table, fx.Node) and (is_view(table) or is_cast(table)):
+        table = table.args[0]
+    of_input = isinstance(table, fx.Node) and table.op in ("placeholder", "get_attr")
+    return of_input and isinstance(index, fx.Node) and whole is not None and whole.dim() == 2
+
+
+def table_rows(n: fx.Node, shapes: Shapes) -> Product | Reject:
+    """Rows that an embedding or an index reads: one for each number."""
     table, indices = n.args[:2]
+    counted = n.target is aten.index.Tensor
+    if counted:
+        indices = row_index(indices)
     assert isinstance(table, fx.Node)
     assert isinstance(indices, fx.Node)
     dtype, shape = dtype_of(n), shapes.known(n)
@@ -85,7 +104,7 @@ def _rows(n: fx.Node, shapes: Shapes) -> Product | Reject:
     flat = (prod(shape[:-1]), shape[-1])
     layout = Layout.of(flat).reshape(shape)
     assert layout is not None
-    return Product((indices,), (table,), (ROWS,), (), flat, dtype, layout, n, layout)
+    return Product((indices,), (table,), (ROWS,), (), flat, dtype, layout, n, layout, from_either_end=counted)
 
 
 def bags_of(n: fx.Node) -> list[Bag]:
@@ -113,7 +132,7 @@ def pooled_rows(n: fx.Node, shapes: Shapes) -> Product | Reject:
 
 def contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
     if n.target is aten.embedding.default:
-        return Reject(Reason.NO_COMPUTE, f"{n.name} is no matmul") if batched else _rows(n, shapes)
+        return Reject(Reason.NO_COMPUTE, f"{n.name} is no matmul") if batched else table_rows(n, shapes)
     shape = shapes.known(n)
     dtype = dtype_of(n)
     assert dtype is not None

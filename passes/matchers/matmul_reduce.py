@@ -26,6 +26,7 @@ from autofuse.passes.graph.layout import (
     prod,
     same_size,
 )
+from autofuse.passes.graph.row_numbers import from_start
 from autofuse.passes.reasons import Reason, Reject
 
 from .bags import replace_extras
@@ -125,7 +126,10 @@ def _terms(emitter: Emitter, found: Product) -> tuple[list[fx.Node], list[fx.Nod
         return grouped_terms(emitter, found)
     w = [two_dimensional(emitter, n) for n in found.w]
     if found.stages[0] == ROWS:
-        return [emitter.reshape(n, (found.shape[0], 1)) for n in found.x], w
+        x = list(found.x)
+        if found.from_either_end:
+            x = [from_start(emitter, n, emitter.shapes.known(w[0])[0]) for n in x]
+        return [emitter.reshape(n, (found.shape[0], 1)) for n in x], w
     return list(found.x) if found.bags else [two_dimensional(emitter, n) for n in found.x], w
 
 

@@ -23,7 +23,16 @@ from autofuse.passes.graph.layout import Digit, Layout, Size, compose, merge, sa
 from autofuse.passes.graph.paths import between
 from autofuse.passes.reasons import Reason, Reject
 
-from .contractions import ROWS, Product, bags_of, contraction, is_contraction, pooled_rows
+from .contractions import (
+    ROWS,
+    Product,
+    bags_of,
+    contraction,
+    indexes_a_table,
+    is_contraction,
+    pooled_rows,
+    table_rows,
+)
 from .operands import Operand, broadcast
 from .token_sums import (
     CHOICES,
@@ -88,7 +97,7 @@ def _match(
             or is_contraction(n.target)
             or is_stage(n)
             or is_fused(n)
-            or (not batched and bool(bags_of(n)))
+            or (not batched and (bool(bags_of(n)) or indexes_a_table(n)))
         )
 
     followed = follow(node, is_leaf, shapes, shape=shape)
@@ -165,6 +174,8 @@ def _leaf(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
             return added
     if bags_of(n):
         return pooled_rows(n, shapes)
+    if n.target is aten.index.Tensor:
+        return table_rows(n, shapes)
     if is_contraction(n.target):
         return rows_of_experts(n, shapes) if batched is Batch.ROWS else contraction(n, shapes, bool(batched))
     if n.target in _BINARY:

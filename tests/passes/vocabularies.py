@@ -23,11 +23,12 @@ Build = Callable[[int, int], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 class Vocabulary(nn.Module):
-    """The rows `[r * ROWS, (r + 1) * ROWS)` on rank r. dim: along which the sum is scattered, if it is."""
+    """The rows `[r * ROWS, (r + 1) * ROWS)` on rank r. dim: along which the sum is scattered, if it is.
+    indexes: the weight is indexed (Megatron-LM), and some numbers count from the last row."""
 
-    def __init__(self, dim: int | None, dtype: torch.dtype, puts: bool) -> None:
+    def __init__(self, dim: int | None, dtype: torch.dtype, puts: bool, indexes: bool) -> None:
         super().__init__()
-        self.dim, self.puts, self.first = dim, puts, dist.get_rank() * ROWS
+        self.dim, self.puts, self.indexes, self.first = dim, puts, indexes, dist.get_rank() * ROWS
         self.weight = nn.Parameter(torch.randn(ROWS, D, dtype=dtype))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -35,7 +36,10 @@ class Vocabulary(nn.Module):
         if self.puts:
             here = tokens - self.first
             here[elsewhere] = 0
-            rows = F.embedding(here, self.weight)
+            if self.indexes:
+                rows = self.weight[torch.where(here % 2 == 1, here - ROWS, here)]
+            else:
+                rows = F.embedding(here, self.weight)
             rows[elsewhere, :] = 0.0
         else:
             here = (tokens - self.first).masked_fill(elsewhere, 0)
@@ -47,9 +51,11 @@ class Vocabulary(nn.Module):
         return funcol.reduce_scatter_tensor(rows, "sum", self.dim, group()).relu()
 
 
-def vocabulary(dim: int | None = None, dtype: torch.dtype = torch.float32, puts: bool = False) -> Build:
+def vocabulary(
+    dim: int | None = None, dtype: torch.dtype = torch.float32, puts: bool = False, indexes: bool = False
+) -> Build:
     def build(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        model = Vocabulary(dim, dtype, puts)
+        model = Vocabulary(dim, dtype, puts, indexes)
         torch.manual_seed(0)
         return model, (torch.randint(0, world * ROWS, SHAPE),)
 
@@ -94,6 +100,13 @@ PROGRAMS: dict[str, Program] = {
     "reduce_scatter": Program(vocabulary(1), {"inference": [RS]}, worlds=(2, 4)),
     "reduce_scatter, columns": Program(vocabulary(2, puts=True), {"inference": [RS]}),
     "dynamic": Program(vocabulary(puts=True), {"inference": [AR]}, dynamic=True),
+    "indexed": Program(vocabulary(puts=True, indexes=True), {"inference": [AR]}),
+    "indexed, training": Program(
+        vocabulary(1, puts=True, indexes=True),
+        {"forward": [RS]},
+        {"backward": ["no_compute"]},
+        grad=True,
+    ),
     "training": Program(
         vocabulary(1), {"forward": [RS]}, {"backward": ["no_compute"]}, grad=True, worlds=(2, 4)
     ),
