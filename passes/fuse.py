@@ -36,6 +36,7 @@ from .matchers import matchers_of
 from .matchers.match import Match, context_of
 from .merge import merge_fused
 from .narrow import narrow_collectives
+from .packed import join_kept, split_packed
 from .pieces import forward_pieces
 from .plan_shape import plan_shape
 from .reasons import Reason, Reject
@@ -113,6 +114,7 @@ def fuse(
         split_foreach(graph)
         sum_first(graph)
         count_to_sort(graph)
+    parts = split_packed(graph) if settings.policy != "never" else []
     stand_ins = opaque.stand_in(graph)
     anchors = find_anchors(graph)
     check_metadata(anchors)
@@ -152,6 +154,7 @@ def fuse(
         reported[i] = replace(reported[first], collective=anchor.name, source=anchor.source, nbytes=sizes[i])
     sites = [reported[i] for i in range(len(anchors))]
     _tell_kept(anchors, sites)
+    join_kept(parts)
     opaque.put_back(stand_ins)
     if any(site.fused for site in sites):
         ops = fused_ops(new)

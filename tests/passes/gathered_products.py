@@ -185,7 +185,17 @@ def stays(reason: str, fn: Callable[..., Any], *shapes: Any, **options: Any) -> 
     return Program(plain(fn, *shapes), kept={"inference": [reason]}, **options)
 
 
+def keys_and_values(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """Of packed weights; queries stay."""
+    q, k, v = F.linear(x, w, b).split([4, 4, 2], -1)
+    return q.sin(), gathered(k.contiguous(), 1).sin(), gathered(v.contiguous(), 1).cos()
+
+
 PROGRAMS: dict[str, Program] = {
+    "keys and values": Program(plain(keys_and_values, X3, W2, (N,)), {"inference": [MG, MG]}, worlds=(2, 4)),
+    "keys and values, dynamic": Program(
+        plain(keys_and_values, X3, W2, (N,)), {"inference": [MG, MG]}, dynamic=True
+    ),
     "DTensor's lm_head": Program(head(), {"inference": [MG]}, worlds=(2, 4)),
     "DTensor's lm_head, bias": Program(head(bias=True), {"inference": [MG]}),
     "DTensor's lm_head, bf16": Program(head(dtype=BF16), {"inference": [MG]}, tolerance=0.02),

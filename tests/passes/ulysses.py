@@ -49,6 +49,8 @@ class Attention(nn.Module):
             packed = self.qkv(x).view(b, s, 3, world, HEADS // world, DIM).permute(3, 1, 0, 2, 4, 5)
             whole = exchange(packed.contiguous()).reshape(world * s, b, 3, HEADS // world, DIM)
             q, k, v = whole.transpose(0, 1).unbind(2)
+        elif self.how == "split":
+            q, k, v = (scatter_heads(t.view(b, s, HEADS, DIM)) for t in self.qkv(x).chunk(3, -1))
         else:
             q, k, v = (scatter_heads(f(x).view(b, s, HEADS, DIM)) for f in (self.q, self.k, self.v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -74,6 +76,13 @@ PROGRAMS: dict[str, Program] = {
     "three linears": Program(attention("separate", bias=False), FOUR, worlds=(2, 4)),
     "three linears, bias": Program(attention("separate"), FOUR),
     "three linears, training": Program(attention("separate", grad=True), TRAINED, grad=True),
+    "packed, then split": Program(attention("split"), FOUR, worlds=(2, 4)),
+    "packed, then split, training": Program(
+        attention("split", grad=True),
+        {"forward": [COMBINE] * 3 + [DISPATCH], "backward": [COMBINE]},
+        {"backward": ["no_compute"] * 3},
+        grad=True,
+    ),
     "packed": Program(attention("packed"), {"inference": [COMBINE, DISPATCH]}),
     "packed, training": Program(
         attention("packed", grad=True),
