@@ -30,7 +30,8 @@ _CUTS = (aten.slice.Tensor, aten.select.int)
 
 @dataclass(frozen=True)
 class Piece:
-    """`node` is a view of the columns `[first, last)` of the result of `matmul`."""
+    """`node` has the columns `[first, last)` of the result of `matmul`, as a view or as a matmul of its
+    own."""
 
     node: fx.Node
     matmul: fx.Node
@@ -38,24 +39,14 @@ class Piece:
     last: int
 
 
-@dataclass(frozen=True)
-class Part:
-    """`node` is the matmul of the columns `[first, last)` of what was `matmul`."""
-
-    node: fx.Node
-    matmul: fx.Node
-    first: int
-    last: int
-
-
-def split_packed(graph: fx.Graph) -> list[Part]:
+def split_packed(graph: fx.Graph) -> list[Piece]:
     """In place. Returns the new matmuls."""
     exchanged: dict[fx.Node, list[Piece]] = {}
     for anchor in find_anchors(graph):
         piece = _piece_above(anchor.input)
         if piece is not None:
             exchanged.setdefault(piece.matmul, []).append(piece)
-    parts: list[Part] = []
+    parts: list[Piece] = []
     for matmul, pieces in exchanged.items():
         every = _all_pieces(matmul)
         for piece in {p.node: p for p in every or pieces}.values():
@@ -64,9 +55,9 @@ def split_packed(graph: fx.Graph) -> list[Part]:
     return parts
 
 
-def join_kept(parts: Iterable[Part]) -> None:
+def join_kept(parts: Iterable[Piece]) -> None:
     """Join the parts of each matmul of which no part was fused."""
-    of_matmuls: dict[fx.Node, list[Part]] = {}
+    of_matmuls: dict[fx.Node, list[Piece]] = {}
     for part in parts:
         of_matmuls.setdefault(part.matmul, []).append(part)
     for matmul, those in of_matmuls.items():
@@ -174,7 +165,7 @@ def _all_pieces(matmul: fx.Node) -> list[Piece]:
     return found if apart else []
 
 
-def _multiplied(piece: Piece) -> Part | None:
+def _multiplied(piece: Piece) -> Piece | None:
     """The matmul of the piece, which its readers read now."""
     *bias, x, w = piece.matmul.args
     emitter = Emitter(piece.node, Shapes())
@@ -189,10 +180,10 @@ def _multiplied(piece: Piece) -> Part | None:
         return None
     piece.node.replace_all_uses_with(result)
     erase_unused([piece.node])
-    return Part(part, piece.matmul, *columns)
+    return Piece(part, piece.matmul, *columns)
 
 
-def _join(matmul: fx.Node, parts: list[Part]) -> None:
+def _join(matmul: fx.Node, parts: list[Piece]) -> None:
     if matmul._erased:
         first = min(part.node for part in parts)
         *vectors, x, weight = first.args
