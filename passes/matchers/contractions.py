@@ -87,7 +87,8 @@ def indexes_a_table(n: fx.Node) -> bool:
     while isinstance(table, fx.Node) and (is_view(table) or is_cast(table)):
         table = table.args[0]
     of_input = isinstance(table, fx.Node) and table.op in ("placeholder", "get_attr")
-    return of_input and isinstance(index, fx.Node) and whole is not None and whole.dim() == 2
+    by_numbers = isinstance(index, fx.Node) and dtype_of(index) == torch.int64
+    return of_input and by_numbers and whole is not None and whole.dim() == 2
 
 
 def table_rows(n: fx.Node, shapes: Shapes) -> Product | Reject:
