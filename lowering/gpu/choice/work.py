@@ -59,6 +59,11 @@ def _waves(tiles: float, programs: float, rounding: float) -> float:
     return waves + min(1.0, rounding) * (math.ceil(waves - 1e-9) - waves)
 
 
+def _programs(gpu: Gpu, cluster: int) -> float:
+    """How many blocks run at once, in clusters of so many."""
+    return gpu.multiprocessors * (_IN_FOURS if cluster > 2 else 1)
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Tiles of a matmul, and an exchange beside them.
@@ -98,8 +103,7 @@ class Tiles:
 
     def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
         c = constants(self.model, self.CONSTANTS)
-        programs = gpu.multiprocessors * (_IN_FOURS if self.cluster > 2 else 1)
-        waves = _waves(self.tiles, programs, c["round"])
+        waves = _waves(self.tiles, _programs(gpu, self.cluster), c["round"])
         computed = _longest(
             waves * self.flops / (gpu.flops * c["flops"]),
             waves * self.load / (gpu.loads * c["load"]),
@@ -111,6 +115,45 @@ class Tiles:
         added = self.added / (gpu.memory * c["added"])
         hops = self.hops + self.slices - 1
         return c["start_us"] + hops * c["hop_us"] + _longest(computed, exchanged) + exposed + added
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """Tiles of a matmul of rows that arrive meanwhile, in slices of K. Every tile waits for each slice.
+
+    tiles, flops, load, memory, sent, cluster: as of `Tiles`; k_slices: with a signal each.
+
+          slice 0  slice 1  slice 2  slice 3        arrive
+                   |  multiplied by the first wave  |  second wave  |
+    """
+
+    model: str
+    tiles: int
+    flops: float
+    load: float
+    memory: float
+    sent: float
+    k_slices: int
+    cluster: int = 1
+
+    CONSTANTS: ClassVar[Start] = {
+        "start_us": (4.0, 0.7),
+        "hop_us": (0.5, 0.5),
+        "flops": (0.65, 0.3),
+        "load": (1.0, 0.7),
+        "memory": (0.83, 0.2),
+        "link": (0.65, 0.3),
+        "round": (1.0, 0.3),
+    }
+
+    def us(self, constants: Callable[[str, Start], Constants], gpu: Gpu) -> float:
+        c = constants(self.model, self.CONSTANTS)
+        waves = _waves(self.tiles, _programs(gpu, self.cluster), c["round"])
+        wave = _longest(self.flops / (gpu.flops * c["flops"]), self.load / (gpu.loads * c["load"]))
+        exchanged = self.sent / (gpu.link * c["link"])
+        first = _longest(wave + exchanged / self.k_slices, exchanged + wave / self.k_slices)
+        computed = _longest(first + (waves - 1) * wave, self.memory / (gpu.memory * c["memory"]))
+        return c["start_us"] + self.k_slices * c["hop_us"] + computed
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from autofuse.lowering.gpu.choice.work import (
     Product,
     Rows,
     Shots,
+    Sliced,
     Then,
     Tiles,
     Work,
@@ -203,11 +204,19 @@ def parts_work(config: GatherConfig, p: DenseProblem) -> Work:
 def clusters_gather_work(config: ClusterGatherConfig, p: DenseProblem) -> Work:
     rows = p.world * cdiv(p.chunk, BM) if p.m > BM else 1  # few rows share a tile
     columns = tiles_across(config.bn, p.columns)
+    if config.across > 1 and not config.within:
+        return Sliced(
+            f"{p.op} clusters", rows * columns, 2 * BM * config.bn * p.k,
+            (BM + config.bn / config.across) * p.k * 2, _matrices(p), _gathered(p), config.k_slices,
+            config.cluster,
+        )  # fmt: skip
+    # Tiles of one wave begin together, those of the last slice, too.
+    waits = config.copied or (config.within and rows * columns <= p.programs)
+    kind = "copied" if config.copied else "within"
     return _tiles(
-        p, "clusters copied" if config.copied else "clusters", rows, columns, _gathered(p), high=BM,
-        wide=config.bn, load=(1 / config.along, 1 / config.across),
-        copies=_copies(p, config.slices) if config.copied else 0, cluster=config.cluster,
-        slices=1 if config.copied else config.slices * config.k_slices,
+        p, f"clusters {kind}", rows, columns, _gathered(p), high=BM, wide=config.bn,
+        load=(1 / config.along, 1 / config.across), copies=_copies(p, config.slices) if config.copied else 0,
+        cluster=config.cluster, slices=1 if waits else config.slices * config.k_slices,
     )  # fmt: skip
 
 
