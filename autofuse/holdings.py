@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autofuse.groups import Group, group_name
-from autofuse.lowering.cpu import workspace as cpu_workspace
+from autofuse.lowering.cpu import workspaces as of_cpus
 from autofuse.lowering.cpu.scratch import scratch_bytes
+from autofuse.lowering.cpu.workspace import Workspace
 from autofuse.lowering.notes import place
 
 if TYPE_CHECKING:
@@ -33,10 +34,8 @@ def group_summaries(wanted: str | None = None) -> list[str]:
 
 
 def _groups() -> Iterator[tuple[str, list[str]]]:
-    cpu_workspace.forget_destroyed()
-    for found in list(cpu_workspace._workspaces.values()):
-        if isinstance(found, cpu_workspace.Workspace):
-            yield found.group_name, _of_cpus(found)
+    for found in of_cpus.in_use():
+        yield found.group_name, _of_cpus(found)
     if _ON_GPUS not in sys.modules:  # then no group has met on GPUs
         return
     from autofuse.lowering.gpu.memory.workspace import workspaces
@@ -45,7 +44,7 @@ def _groups() -> Iterator[tuple[str, list[str]]]:
         yield workspace.group_name, _of_gpus(workspace)
 
 
-def _of_cpus(workspace: cpu_workspace.Workspace) -> list[str]:
+def _of_cpus(workspace: Workspace) -> list[str]:
     needed, call = 0, ""
     for op, site, _, nbytes in list(workspace._keys):
         if nbytes > needed:

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from autofuse import agreeing
 from autofuse.groups import Group, group_name
 from autofuse.lowering import watcher
-from autofuse.lowering.cpu import workspace as on_cpus
+from autofuse.lowering.cpu import workspaces as on_cpus
 from autofuse.lowering.cpu.identities import known
 from autofuse.lowering.cpu.rendezvous import (
     RESETS,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from autofuse.groups import Group, group_name
 from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.cpu.workspace import SharedMemoryFull
-from autofuse.lowering.cpu.workspace import workspace_for as cpu_workspace_for
+from autofuse.lowering.cpu.workspaces import workspace_for as cpu_workspace_for
 from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.torch_internals import resolve_group
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from autofuse.lowering.cpu.rendezvous import VISITS, all_gather, visit
-from autofuse.lowering.cpu.workspace import Workspace, workspace_for
+from autofuse.lowering.cpu.workspace import Workspace
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.torch_internals import group_store, resolve_group
 

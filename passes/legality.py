@@ -10,7 +10,7 @@ from torch import fx
 
 from autofuse.lowering import torch_internals
 from autofuse.lowering.cpu import support as cpu
-from autofuse.lowering.cpu.workspace import decline
+from autofuse.lowering.cpu.workspaces import decline
 from autofuse.lowering.gpu import support as gpu
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.orders import make_plan

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from autofuse.lowering.cpu.matmul import multiply
 from autofuse.lowering.cpu.tiles import Buffer, Cut, Run, with_tiles
-from autofuse.lowering.cpu.workspace import Call, workspace_for
+from autofuse.lowering.cpu.workspace import Call
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Action, Compute, Plan, Send, Signal, Tile, Wait
 from autofuse.native_kernels.cpu import DTYPES

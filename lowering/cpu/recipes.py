@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from autofuse.lowering.cpu.workspace import Call, workspace_for
+from autofuse.lowering.cpu.workspace import Call
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.reference.product import evaluate, is_grouped, product_reference
 from autofuse.native_kernels.cpu import DTYPES
 

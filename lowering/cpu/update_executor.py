@@ -32,7 +32,8 @@ from autofuse.lowering.buckets import Buckets, buckets_of
 from autofuse.lowering.cpu.scratch import scratch
 from autofuse.lowering.cpu.tiles import Buffer, with_tiles
 from autofuse.lowering.cpu.told import exchange_all
-from autofuse.lowering.cpu.workspace import Call, Workspace, workspace_for
+from autofuse.lowering.cpu.workspace import Call, Workspace
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Action, Compute, Copy, Reduce, Signal, Tile, Wait
 from autofuse.lowering.reference.update import check, tell

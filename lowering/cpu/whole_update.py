@@ -21,7 +21,8 @@ from torch import Tensor
 from autofuse.lowering.buckets import Buckets
 from autofuse.lowering.cpu.scratch import scratch
 from autofuse.lowering.cpu.update_executor import Part, Recipe, moves, part_of, piece_shapes, recipe_of
-from autofuse.lowering.cpu.workspace import Call, Workspace, workspace_for
+from autofuse.lowering.cpu.workspace import Call, Workspace
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.plan import Compute, Copy, Reduce, Tile
 from autofuse.lowering.update_rules import NUMBERS, RULES, factor, trust
 from autofuse.native_kernels.cpu import optimizer as kernels

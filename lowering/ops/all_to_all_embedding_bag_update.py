@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.exchange_executor import run_exchange
-from autofuse.lowering.cpu.workspace import workspace_for
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.ops.all_to_all_embedding_bag_backward import partition
 from autofuse.lowering.ops.embedding_bag_all_to_all import GPU_DTYPES, bags_of, batch_of
 from autofuse.lowering.ops.embedding_bag_update import Updates, check_tables

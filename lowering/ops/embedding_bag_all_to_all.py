@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autofuse.lowering.cpu.exchange_executor import run_exchange
-from autofuse.lowering.cpu.workspace import workspace_for
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.ops.library import FusedOp, SymInts, register
 from autofuse.lowering.orders import PlanShape
 from autofuse.lowering.plan import Family

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.exchange_executor import Splits, run_exchange
-from autofuse.lowering.cpu.workspace import workspace_for
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.gpu.support import MOST_TERMS
 from autofuse.lowering.ops.library import FusedOp, Gap, SymInt, SymInts, register
 from autofuse.lowering.orders import PlanShape

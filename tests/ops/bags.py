@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autofuse.lowering.cpu.workspace import workspace_for
+from autofuse.lowering.cpu.workspaces import workspace_for
 
 
 @dataclass(frozen=True)

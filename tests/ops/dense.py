@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autofuse.lowering.cpu.workspace import workspace_for
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.reference.product import product_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

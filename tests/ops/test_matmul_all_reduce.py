@@ -9,7 +9,7 @@ from torch import Tensor
 
 import autofuse.ops
 from autofuse.lowering.cpu import recipes
-from autofuse.lowering.cpu.workspace import GroupSpansHosts
+from autofuse.lowering.cpu.rendezvous import GroupSpansHosts
 from autofuse.lowering.ops import library
 from autofuse.lowering.reference.product import product_reference
 from autofuse.native_kernels import cpu

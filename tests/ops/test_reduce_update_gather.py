@@ -16,7 +16,7 @@ import autofuse
 from autofuse.lowering.buckets import BUCKET, buckets_of
 from autofuse.lowering.cpu import update_executor
 from autofuse.lowering.cpu.scratch import scratch, scratch_bytes
-from autofuse.lowering.cpu.workspace import workspace_for
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.ops.library import FUSED_OPS
 from autofuse.lowering.update_rules import NUMBERS, RULES, adam_terms, lamb_terms, numbers_at, sgd_terms
 from autofuse.optim import traced  # noqa: F401  (defines optimizer_step)

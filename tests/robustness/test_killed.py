@@ -15,7 +15,8 @@ from torch.distributed import _functional_collectives as funcol
 
 import autofuse
 from autofuse.lowering.cpu import names, rendezvous
-from autofuse.lowering.cpu.workspace import Call, workspace_for
+from autofuse.lowering.cpu.workspace import Call
+from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.gpu.memory.board import Board
 from tests.passes.dense import group as everybody
 from tests.passes.harness import passes_only

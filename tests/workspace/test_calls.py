@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autofuse.lowering.cpu.workspace import Call, workspace_for
+from autofuse.lowering.cpu.workspace import Call
+from autofuse.lowering.cpu.workspaces import workspace_for
 from tests.ranks import RankPool, fresh_group
 
 Ranks = Callable[[int], RankPool]

@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from autofuse import config
 from autofuse.lowering.cpu import rendezvous
-from autofuse.lowering.cpu.workspace import GroupSpansHosts, Workspace, workspace_for
+from autofuse.lowering.cpu.rendezvous import GroupSpansHosts
+from autofuse.lowering.cpu.workspace import Workspace
+from autofuse.lowering.cpu.workspaces import workspace_for
 from tests.ranks import RankPool, RanksFailed, fresh_group
 
 Ranks = Callable[[int], RankPool]

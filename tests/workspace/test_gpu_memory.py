@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import autofuse
 from autofuse.lowering.cpu.workspace import SharedMemoryFull
-from autofuse.lowering.cpu.workspace import workspace_for as cpu_workspace_for
+from autofuse.lowering.cpu.workspaces import workspace_for as cpu_workspace_for
 from autofuse.lowering.gpu.memory import allocation
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, workspace_for
 from autofuse.lowering.torch_internals import resolve_group

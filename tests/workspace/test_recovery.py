@@ -20,7 +20,7 @@ import autofuse
 from autofuse import config
 from autofuse.agreeing import Agreed
 from autofuse.lowering import limits, watcher
-from autofuse.lowering.cpu import rendezvous, workspace
+from autofuse.lowering.cpu import rendezvous, workspace, workspaces
 from autofuse.lowering.proofs import exchange
 from autofuse.lowering.torch_internals import fake_store
 from autofuse.passes.schedules.schedule import Proof
@@ -108,7 +108,7 @@ def _straggles(rank: int, world: int) -> None:
     group = fresh_group()
     _is_right(group, rank, world, 3)
     for _ in range(3):
-        with workspace.workspace_for(group).call("relay", "here", "", 64) as call:
+        with workspaces.workspace_for(group).call("relay", "here", "", 64) as call:
             if rank == 1:
                 call.wait(2, 0)
             elif rank == 2:
@@ -208,7 +208,7 @@ def _limits(rank: int, world: int) -> list[float]:
     for seconds in (400, 40):
         group = dist.new_group(list(range(world)), timeout=timedelta(seconds=seconds))
         with config.patch(timeout_s=None):
-            found.append(limits.limit_s(workspace.workspace_for(group.group_name)._default_limit))
+            found.append(limits.limit_s(workspaces.workspace_for(group.group_name)._default_limit))
         dist.destroy_process_group(group)
     return found
 

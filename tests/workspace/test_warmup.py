@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import autofuse
 from autofuse import warm_up
-from autofuse.lowering.cpu import workspace
+from autofuse.lowering.cpu import workspaces
+from autofuse.lowering.cpu.workspace import Workspace
 from autofuse.lowering.torch_internals import fake_store
 from tests.ranks import RankPool
 
@@ -20,12 +21,12 @@ Ranks = Callable[[int], RankPool]
 def _warm(rank: int, world: int) -> None:
     group = dist.new_group(list(range(world)))
     autofuse.warmup(group)
-    made = workspace._workspaces[group]
-    assert isinstance(made, workspace.Workspace)
-    with patch.object(workspace, "_make", Mock(side_effect=AssertionError("made again"))):
+    made = workspaces._workspaces[group]
+    assert isinstance(made, Workspace)
+    with patch.object(workspaces, "_make", Mock(side_effect=AssertionError("made again"))):
         autofuse.warmup(group.group_name)
         y = autofuse.ops.matmul_all_reduce(torch.ones(2, 4), torch.ones(4, 3), group=group)
-    assert workspace._workspaces[group] is made
+    assert workspaces._workspaces[group] is made
     torch.testing.assert_close(y, torch.full((2, 3), 4.0 * world))
     autofuse.warmup()
     dist.destroy_process_group(group)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autofuse.lowering.cpu.rendezvous import NotShared
 from autofuse.lowering.cpu.told import exchange_all
-from autofuse.lowering.cpu.workspace import workspace_for
+from autofuse.lowering.cpu.workspaces import workspace_for
 
 from .workspace import GpuWorkspace
 
