@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import Shapes, aten, dtype_of, prims, tensor, value
+from autofuse.passes.graph.follow import Shapes, aten, tensor, value
 from autofuse.passes.graph.layout import Layout, Size, common_digits, merge, prod, same_size
 from autofuse.passes.graph.row_numbers import from_start
 
@@ -101,8 +101,7 @@ def materialise(emitter: Emitter, operand: Operand) -> fx.Node:
     if is_symbol(node):
         dtype = torch.int64 if isinstance(value(node), torch.SymInt) else torch.float64
         return emitter.call(aten.scalar_tensor.default, node, dtype=dtype)
-    if operand.dtype not in (None, dtype_of(node)):
-        node = emitter.call(prims.convert_element_type.default, node, operand.dtype)
+    node = emitter.cast(node, operand.dtype)
     if operand.numbers is not None:
         node = from_start(emitter, node, operand.numbers)
     if operand.expand is not None:

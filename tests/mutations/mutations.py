@@ -896,9 +896,9 @@ FRONT_END = (
     ),
     Mutation(
         "a time limit of no seconds",
-        "options.py",
-        "not value > 0:",
-        "not value >= 0:",
+        "limits.py",
+        "not 0 < value < math.inf:",
+        "not 0 <= value < math.inf:",
         _of("frontend", "config", "backend"),
     ),
     Mutation(
