@@ -11,7 +11,7 @@ from autofuse.groups import Group, group_name
 from autofuse.lowering.direct import call, call_known
 from autofuse.lowering.ops.embedding_bag_all_to_all import MODES
 from autofuse.lowering.reference import embedding_layout
-from autofuse.lowering.torch_internals import nobody_intervenes, resolve_group
+from autofuse.lowering.torch_internals import group_rank, group_size, nobody_intervenes
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -281,12 +281,12 @@ def _sizes(
 ) -> tuple[str, list[int]]:
     """The name of the group, and the number of columns of every rank."""
     name = group_name(group, op)
-    ranks = resolve_group(name)
-    sizes = [sum(dims)] * ranks.size() if columns is None else list(columns)
-    if len(sizes) != ranks.size():
-        raise ValueError(f"{op}: columns has {len(sizes)} entries for {ranks.size()} ranks; pass one each")
+    world = group_size(name)
+    sizes = [sum(dims)] * world if columns is None else list(columns)
+    if len(sizes) != world:
+        raise ValueError(f"{op}: columns has {len(sizes)} entries for {world} ranks; pass one each")
     count = bags[1][0].shape[0] - int(include_last_offset)
-    embedding_layout.check(op, layout, count, sizes, dims, ranks.rank())
+    embedding_layout.check(op, layout, count, sizes, dims, group_rank(name))
     return name, sizes
 
 
@@ -303,7 +303,7 @@ def _experts(
 ) -> tuple[str, int, tuple[list[int], list[int]]]:
     """The name and size of the group, and the splits. ValueError for arguments that fit no form of the op."""
     name = group_name(group, op)
-    world = resolve_group(name).size()
+    world = group_size(name)
     given = [t for t in (x, w, bias) if t is not None]
     if any(t.dtype != x.dtype or t.device != x.device for t in given):
         raise ValueError(

@@ -190,7 +190,7 @@ def all_gather_matmul(
     shape[axis] *= world
     whole = x.detach().as_strided((math.prod(shape[:-1]), shape[-1]), (0, 0))  # of its shape, without memory
     for wi, b in zip(weights, biases, strict=True):
-        check_product([whole], [wi], [] if b is None else [b], "mm" if b is None else "addmm %0", op)
+        check_product([whole], [wi], [] if b is None else [b], op)
     part = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() != 2 else x
     cut, outer = _cut(list(x.shape), axis)
     trains = torch.is_grad_enabled() and any(wi.requires_grad for wi in weights)
@@ -222,7 +222,7 @@ def _term(x: Tensor, w: Tensor, bias: Tensor | None, op: str) -> tuple[Tensor, l
         raise ValueError(f"{op}: expected x of at least one dim, got a scalar")
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() != 2 else x
     operands, product = ([], "mm") if bias is None else ([bias], "addmm %0")
-    check_product([rows], [w], operands, product, op)
+    check_product([rows], [w], operands, op)
     return rows, operands, product
 
 

@@ -265,11 +265,8 @@ def is_pooled(product: str) -> bool:
     return product.startswith(BAGS)
 
 
-def check_product(
-    x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str, op: str
-) -> None:
+def check_product(x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], op: str) -> None:
     """Raises ValueError unless `x[i]: [M, K_i]`, `w[i]: [K_i, N]` and operands make a product."""
-    used = parse(product)
     if not x or len(x) != len(w):
         raise ValueError(
             f"{op}: got {len(x)} activations and {len(w)} weights; pass one weight per activation"
@@ -288,10 +285,6 @@ def check_product(
                 f"expected x [{m}, K] and w [K, {n}] with the same K"
             )
     check_same((*x, *w), op)
-    named = (*used.inputs, *(i for s in used.stages for i in (s.operand, s.mask)))
-    count = max((i for i in named if i is not None), default=-1) + 1
-    if len(operands) < count:
-        raise ValueError(f"{op}: product {product!r} uses {count} operands, got {len(operands)}")
     for operand in operands:
         shape = (1, 1, *operand.shape)[-2:]
         if operand.dim() > 2 or shape[0] not in (1, m) or shape[1] not in (1, n):

@@ -32,6 +32,7 @@ from .decompositions import decompose_later
 from .groups import (
     fake_store,
     finished_work,
+    group_rank,
     group_ranks,
     group_ranks_of,
     group_size,
@@ -126,6 +127,7 @@ __all__ = [
     "generate_calls",
     "gpu_sleep",
     "graph_break_counts",
+    "group_rank",
     "group_ranks",
     "group_ranks_of",
     "group_size",

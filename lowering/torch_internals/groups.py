@@ -13,6 +13,16 @@ def group_size(group: str | ProcessGroup) -> int:
     return resolve_group(group).size()
 
 
+def group_rank(group: str | ProcessGroup) -> int:
+    """This process's number in a process group, given by itself or by its name."""
+    return resolve_group(group).rank()
+
+
+# As `torch.compiler.assume_constant_result` does, which imports dynamo: it takes the results for constants.
+for _function in (group_size, group_rank):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def resolve_group(group: str | ProcessGroup) -> ProcessGroup:
     """The group of this name, or the group itself. RuntimeError if there is no such group."""
     from torch.distributed.distributed_c10d import _resolve_process_group
