@@ -8,6 +8,16 @@ from typing import TYPE_CHECKING
 
 from torch.utils._config_module import Config, install_config_module
 
+
+def _number(variable: str, default: float | None) -> float | None:
+    """The number in a variable of the environment. ValueError that names the variable if it is none."""
+    text = os.environ.get(variable)
+    try:
+        return default if text is None else float(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text!r}: expected a number") from None
+
+
 policy: str = Config(default="auto", env_name_default="AUTOFUSE_POLICY")
 """`auto`: fuse where the cost model predicts a gain; `always`: wherever it is legal; `never`: report only."""
 
@@ -36,7 +46,7 @@ measure: bool = Config(default=False, env_name_force="AUTOFUSE_MEASURE")
 outside of captured graphs, and write the result to `~/.cache/autofuse`. Otherwise predictions decide.
 `mode="max-autotune-no-cudagraphs"` turns it on. Equal on all ranks."""
 
-measure_s: float = float(os.environ.get("AUTOFUSE_MEASURE_S", "120"))
+measure_s: float = _number("AUTOFUSE_MEASURE_S", 120.0)  # type: ignore[assignment]
 """On GPUs: seconds that a group measures for `measure`; from then on predictions decide. Equal on all ranks.
 `AUTOFUSE_MEASURE_S`."""
 
@@ -49,13 +59,11 @@ equal_rows: bool = Config(default=False, env_name_default="AUTOFUSE_EQUAL_ROWS")
 experts of a token. There is then room for the worst case, in which one rank gets all rows, and the hosts do
 not tell each other before each call how many rows they have. Equal on all ranks."""
 
-_seconds = os.environ.get("AUTOFUSE_TIMEOUT_S")
-
-timeout_s: float | None = None if _seconds is None else float(_seconds)
+timeout_s: float | None = _number("AUTOFUSE_TIMEOUT_S", None)
 """Seconds that a fused op waits for a peer before it raises RuntimeError. `AUTOFUSE_TIMEOUT_S`. None: 30 less
 than the timeout of the process group, or half of that timeout where it is shorter than a minute."""
 
-margin: int = int(os.environ.get("AUTOFUSE_MARGIN", "32"))
+margin: int = int(_number("AUTOFUSE_MARGIN", 32))  # type: ignore[arg-type]
 """On GPUs: multiprocessors that a fused op leaves to other kernels while a peer has not started it, so that
 what the peer waits for can run; as many as NCCL uses at a time on one host. `AUTOFUSE_MARGIN`."""
 

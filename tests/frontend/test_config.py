@@ -1,7 +1,10 @@
 import os
+import runpy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -26,6 +29,16 @@ def test_environment() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.split() == ["always", "matmul_all_reduce", "ring", "7.5", "my.json"]
+
+
+@pytest.mark.parametrize("name", ["TIMEOUT_S", "MEASURE_S", "MARGIN"])
+def test_a_variable_that_is_no_number_is_named(name: str) -> None:
+    sources = Path(autofuse.__file__).with_name("config.py")
+    with (
+        patch.dict(os.environ, {f"AUTOFUSE_{name}": "soon"}),
+        pytest.raises(ValueError, match=f"AUTOFUSE_{name}='soon': expected a number"),
+    ):
+        runpy.run_path(str(sources))
 
 
 def test_patterns() -> None:
