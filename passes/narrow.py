@@ -7,19 +7,20 @@ puts into an empty tensor:
     gather(widen(x)) = widen(gather(x))        the gradient of the former, and products in a wider dtype
 
 A broadcast stays: the source may make what it sends in another way than the others make their buffers, and
-need not read the result.
+need not read the result. An all_to_all of embedding bags stays: each rank has tables of its own, in dtypes
+that its peers do not know.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from .graph.anchors import Anchor, find_anchors
+from .graph.anchors import Anchor, find_anchors, is_collective
 from .graph.blank import is_blank, makes_blank
 from .graph.emit import Emitter, erase_unused, origin, relax_views
 from .graph.follow import (
@@ -35,11 +36,17 @@ from .graph.follow import (
     tensor,
     value,
 )
+from .graph.functional import called
 from .graph.permutation import is_permutation
 from .matchers.placement import row_index
 
 _MOVING = ("all_gather", "all_to_all")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_BAGS = {
+    aten._embedding_bag.default,
+    aten._embedding_bag_forward_only.default,
+    aten._embedding_bag_backward.default,
+}
 _CAST = prims.convert_element_type.default
 _JOINS = {aten.cat.default, aten.stack.default}
 _PARTS = {*SPLITS, operator.getitem}
@@ -73,10 +80,33 @@ def narrow_collectives(graph: fx.Graph) -> None:
     """Move the casts of `graph` in place."""
     moved = False
     for anchor in find_anchors(graph):
-        if anchor.kind in _MOVING and tensor(anchor.node) is not None:
+        if anchor.kind in _MOVING and tensor(anchor.node) is not None and not _is_of_bags(anchor):
             moved = _narrow_before(anchor) or _widen_behind(anchor) or moved
     if moved:
         relax_views(graph)  # what a cast had made contiguous may no longer be
+
+
+def _is_of_bags(anchor: Anchor) -> bool:
+    """Whether an all_to_all sends what bags make, or receives what bags are trained by."""
+    if anchor.kind != "all_to_all":
+        return False
+
+    ops = {*_BAGS, torch.ops.autofuse.embedding_bag_update.default}
+
+    def meets_bags(start: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> bool:
+        seen: set[fx.Node] = set()
+        work = [start]
+        while work:
+            node = work.pop()
+            if called(node) in ops:
+                return True
+            if node not in seen and (node is anchor.node or not is_collective(node)):
+                seen.add(node)
+                work += neighbours(node)
+        return False
+
+    above = meets_bags(anchor.input, lambda node: node.all_input_nodes)
+    return above or meets_bags(anchor.node, lambda node: node.users)
 
 
 def _widen_behind(anchor: Anchor) -> bool:

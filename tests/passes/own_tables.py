@@ -104,6 +104,9 @@ PROGRAMS: dict[str, Program] = {
     "a mean, padding and weights, training": Program(own("mean", "padding", "weighted"), *TRAIN, grad=True),
     "all padding, training": Program(own("padding", "padding", "max"), *TRAIN, grad=True),
     "dtypes, training": Program(own("bfloat16", "sum", "int32"), *TRAIN, grad=True, tolerance=0.03),
+    "all of another dtype, training": Program(
+        own("bfloat16", "bfloat16", "bfloat16"), *TRAIN, grad=True, tolerance=0.03
+    ),
     "bf16 on the wire, training": Program(
         own("sum", "mean", "mean", wire=torch.bfloat16), *TRAIN, grad=True, tolerance=0.02
     ),
