@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autofuse.lowering.cpu.exchange_executor import run_exchange
 from autofuse.lowering.cpu.workspaces import workspace_for
+from autofuse.lowering.ops.all_to_all_embedding_bag_backward import OP as BACKWARD
 from autofuse.lowering.ops.all_to_all_embedding_bag_backward import partition
 from autofuse.lowering.ops.embedding_bag_all_to_all import GPU_DTYPES, bags_of, batch_of
 from autofuse.lowering.ops.embedding_bag_update import Updates, check_tables
@@ -101,7 +102,8 @@ def _cpu(args: AllToAllEmbeddingBagUpdate) -> Any:
     grad = args.grad.contiguous()
     plan = partition(OP, b, columns, args.order).plan(rank)
     key = f"{bags.count} bags of {list(columns)} columns {wire} {layout}, {plan.agreement}"
-    with workspace.call(OP, args.site, key, bags.count * max(columns) * wire.itemsize) as call:
+    # A rank whose tables have no optimizer in their backward runs the other op: ranks meet as in one.
+    with workspace.call(BACKWARD, args.site, key, bags.count * max(columns) * wire.itemsize) as call:
         received = call.tensor(rank, 0, (bags.count, mine), wire)
         updates = Updates(bags, args.weights, args.states, args.rates)
 
