@@ -101,7 +101,8 @@ def _kind(n: fx.Node) -> Hashable | None:
     if check_dtype(dtype_of(n)) is not None or (_is_sparse(n) and n.args[1].meta["val"].is_cuda):
         return None
     types = (dtype_of(a) for a in (n, *n.args[1:3]))
-    return argument(n, 8, "mode"), argument(n, 11, "padding_idx", -1), weights is None, *types
+    last = has_last_offset(n.args[0], n.args[2])
+    return argument(n, 8, "mode"), last, argument(n, 11, "padding_idx", -1), weights is None, *types
 
 
 def _rewrite(anchor: Anchor, context: Context, found: Exchanged, emitter: Emitter) -> None:

@@ -48,6 +48,9 @@ class OwnTables(nn.Module):
             return F.embedding_bag(indices, w, offsets, mode="sum" if kind == "bfloat16" else kind)
         if kind == "padding":
             return F.embedding_bag(indices, w, offsets, mode="sum", padding_idx=3)
+        if kind == "last offset":
+            ends = torch.cat([offsets, offsets.new_full((1,), indices.shape[0])])
+            return F.embedding_bag(indices, w, ends, mode="sum", include_last_offset=True)
         if kind == "weighted":
             return F.embedding_bag(indices, w, offsets, mode="sum", per_sample_weights=samples)
         if kind == "frequency":
@@ -102,6 +105,7 @@ PROGRAMS: dict[str, Program] = {
     "modes, training": Program(own("sum", "mean", "sum"), *TRAIN, grad=True, worlds=(2, 3)),
     "all of them other, training": Program(own("max", "padding", "frequency"), *TRAIN, grad=True),
     "a mean, padding and weights, training": Program(own("mean", "padding", "weighted"), *TRAIN, grad=True),
+    "a last offset, training": Program(own("last offset", "last offset", "sum"), *TRAIN, grad=True),
     "all padding, training": Program(own("padding", "padding", "max"), *TRAIN, grad=True),
     "dtypes, training": Program(own("bfloat16", "sum", "int32"), *TRAIN, grad=True, tolerance=0.03),
     "all of another dtype, training": Program(
