@@ -33,12 +33,12 @@ _NOTHING: Given = {
 
 
 def match_embedding_update(anchor: Anchor, context: Context) -> Found:
-    found = match_columns(anchor, context, _is_update, _kind, "update of a table")
+    found = match_columns(anchor, context, _is_update, partial(_kind, anchor), "update of a table")
     if isinstance(found, Reject):
         return found
     updates = [_given(n) for n in found.nodes]
-    inputs = [i for u in updates for i in u.values() if isinstance(i, fx.Node) and i is not u["grad"]]
-    reject = _check(anchor, context, updates, inputs)
+    inputs = [i for u in updates for i in _inputs(u)]
+    reject = _check(context, updates)
     if reject is not None:
         return reject
     return Match(
@@ -62,24 +62,27 @@ def _is_update(n: fx.Node, grad: fx.Node) -> bool:
     return called(n) is op and n.target is not op and n.kwargs["grad"] is grad
 
 
-def _kind(n: fx.Node) -> Hashable | None:
+def _inputs(u: Given) -> list[fx.Node]:
+    return [i for i in u.values() if isinstance(i, fx.Node) and i is not u["grad"]]
+
+
+def _kind(anchor: Anchor, n: fx.Node) -> Hashable | None:
     u = arguments(n)
     if u is None or check_dtype(dtype_of(u["weight"])) is not None:  # a table that is updated is a view
+        return None
+    if depends_on(anchor, _inputs(u)) is not None:  # the second update of a table
         return None
     options = (u["pooling"], u["include_last_offset"], u["padding_idx"])
     types = (dtype_of(u[name]) for name in ("weight", "indices", "offsets"))
     return (*options, u["state"] is None, u["per_sample_weights"] is None, *types)
 
 
-def _check(anchor: Anchor, context: Context, updates: list[Given], inputs: list[fx.Node]) -> Reject | None:
+def _check(context: Context, updates: list[Given]) -> Reject | None:
     if isinstance(context.group, fx.Node):
         return Reject(Reason.UNSUPPORTED_VARIANT, "the group is a value of the graph, and tables are updated")
     changed = _changed(updates)
     if len(set(changed)) != len(changed):
         return Reject(Reason.UNSUPPORTED_VARIANT, "one table is updated twice")
-    late = depends_on(anchor, inputs)
-    if late is not None:
-        return Reject(Reason.UNSUPPORTED_VARIANT, f"{late.name} is computed from what is exchanged")
     return None
 
 
