@@ -32,13 +32,14 @@ _CUTS = (aten.slice.Tensor, aten.select.int)
 
 @dataclass(frozen=True)
 class Piece:
-    """`node` has the columns `[first, last)` of the result of `matmul`, as a view or as a matmul of its
-    own."""
+    """`node` has the columns `[first, last)` of the result of `matmul`, as a view, or as a matmul of its own,
+    of `inputs`."""
 
     node: fx.Node
     matmul: fx.Node
     first: int
     last: int
+    inputs: tuple[fx.Node, ...] = ()
 
 
 def split_packed(graph: fx.Graph) -> list[Piece]:
@@ -59,12 +60,13 @@ def split_packed(graph: fx.Graph) -> list[Piece]:
 
 
 def join_kept(parts: Iterable[Piece]) -> None:
-    """Join the parts of each matmul of which no part was fused."""
+    """Join the parts of each matmul of which no part was fused, and whose slices of the weight are still what
+    the parts read: a fused gather of the weight may hand out others."""
     of_matmuls: dict[fx.Node, list[Piece]] = {}
     for part in parts:
         of_matmuls.setdefault(part.matmul, []).append(part)
     for matmul, those in of_matmuls.items():
-        if not any(part.node._erased for part in those):
+        if not any(part.node._erased or part.node.args != part.inputs for part in those):
             _join(matmul, those)
 
 
@@ -183,7 +185,7 @@ def _multiplied(piece: Piece) -> Piece | None:
         return None
     piece.node.replace_all_uses_with(result)
     erase_unused([piece.node])
-    return Piece(part, piece.matmul, *columns)
+    return Piece(part, piece.matmul, *columns, tuple(part.args))
 
 
 def _join(matmul: fx.Node, parts: list[Piece]) -> None:
