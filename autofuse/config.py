@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 
 from torch.utils._config_module import Config, install_config_module
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
 
-def _number(variable: str, default: float | None) -> float | None:
+    T = TypeVar("T")
+
+
+def _number(variable: str, default: "T", kind: "Callable[[str], T]") -> "T":
     """The number in a variable of the environment. ValueError that names the variable if it is none."""
     text = os.environ.get(variable)
     try:
-        return default if text is None else float(text)
+        return default if text is None else kind(text)
     except ValueError:
         raise ValueError(f"{variable}={text!r}: expected a number") from None
 
@@ -46,7 +52,7 @@ measure: bool = Config(default=False, env_name_force="AUTOFUSE_MEASURE")
 outside of captured graphs, and write the result to `~/.cache/autofuse`. Otherwise predictions decide.
 `mode="max-autotune-no-cudagraphs"` turns it on. Equal on all ranks."""
 
-measure_s: float = _number("AUTOFUSE_MEASURE_S", 120.0)  # type: ignore[assignment]
+measure_s: float = _number("AUTOFUSE_MEASURE_S", 120.0, float)
 """On GPUs: seconds that a group measures for `measure`; from then on predictions decide. Equal on all ranks.
 `AUTOFUSE_MEASURE_S`."""
 
@@ -59,11 +65,11 @@ equal_rows: bool = Config(default=False, env_name_default="AUTOFUSE_EQUAL_ROWS")
 experts of a token. There is then room for the worst case, in which one rank gets all rows, and the hosts do
 not tell each other before each call how many rows they have. Equal on all ranks."""
 
-timeout_s: float | None = _number("AUTOFUSE_TIMEOUT_S", None)
+timeout_s: float | None = _number("AUTOFUSE_TIMEOUT_S", None, float)
 """Seconds that a fused op waits for a peer before it raises RuntimeError. `AUTOFUSE_TIMEOUT_S`. None: 30 less
 than the timeout of the process group, or half of that timeout where it is shorter than a minute."""
 
-margin: int = int(_number("AUTOFUSE_MARGIN", 32))  # type: ignore[arg-type]
+margin: int = _number("AUTOFUSE_MARGIN", 32, int)
 """On GPUs: multiprocessors that a fused op leaves to other kernels while a peer has not started it, so that
 what the peer waits for can run; as many as NCCL uses at a time on one host. `AUTOFUSE_MARGIN`."""
 
