@@ -67,8 +67,9 @@ class _Meeting:
     def all_gather(self, value: str) -> list[str]:
         self._steps.append(reset_step(self.number, len(self._steps)))
         where, peers = self._steps[-1], known(self.group)
-        purpose = "to reset the group"
-        return all_gather(self.store, where, self.rank, peers, value, self._limit, None, purpose, True)
+        return all_gather(
+            self.store, where, self.rank, peers, value, self._limit, None, "to reset the group", resets=True
+        )
 
     def take_back(self) -> None:
         """A rank that comes later must not find us."""

@@ -43,7 +43,8 @@ class Backward:
         self.known = 0
 
     def watch(self, batches: list[Batch]) -> None:
-        """From the next backward on these are updated, too. ValueError for what is updated already."""
+        """Update these batches, too, from the next backward on. ValueError for a parameter that another
+        optimizer updates in the backward."""
         for batch in batches:
             for param, name in zip(batch.params, batch.names, strict=True):
                 if param in _updated:

@@ -102,7 +102,7 @@ def _cpu(args: AllToAllEmbeddingBagUpdate) -> Any:
     grad = args.grad.contiguous()
     plan = partition(OP, b, columns, args.order).plan(rank)
     key = f"{bags.count} bags of {list(columns)} columns {wire} {layout}, {plan.agreement}"
-    # A rank whose tables have no optimizer in their backward runs the other op: ranks meet as in one.
+    # A rank without optimizers in its backward runs the op BACKWARD, so that both ops meet under this name.
     with workspace.call(BACKWARD, args.site, key, bags.count * max(columns) * wire.itemsize) as call:
         received = call.tensor(rank, 0, (bags.count, mine), wire)
         updates = Updates(bags, args.weights, args.states, args.rates)

@@ -77,9 +77,9 @@ def compile_fx_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs
 
 
 def donated_inputs() -> str:
-    """The inputs of the backward graph that is compiled now whose memory its code may use for other values:
-    none if its first backward keeps the graph (`retain_graph`). Inductor's cache key lacks them, since it
-    counts on AOTAutograd's."""
+    """The numbers of the inputs that the code of the current backward graph may overwrite. There are none if
+    the first backward keeps the graph (`retain_graph`). AOTAutograd's cache key has them, that of Inductor's
+    cache has not."""
     from torch._inductor.utils import get_donated_idxs
 
     return repr(get_donated_idxs())

@@ -38,7 +38,7 @@ def makes_permutation(index: fx.Node) -> bool:
 
 
 def inverse_of(index: fx.Node) -> fx.Node | None:
-    """The permutation `p` whose inverse `index` is, as `index[p] = 0, 1, ...` makes it."""
+    """The permutation `p`, if `index` is filled by `index[p] = 0, 1, ...`, and so is the inverse of `p`."""
     if index.target is aten.index_put.default:
         base, places, numbers = index.args[:3]
         p = places[0] if isinstance(places, (list, tuple)) and len(places) == 1 else None

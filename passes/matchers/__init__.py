@@ -53,7 +53,7 @@ MATCHERS = [
     Matcher("expert_matmul_all_to_all", match_combine),
     Matcher("all_to_all_expert_matmul", match_dispatch),
     Matcher("embedding_bag_all_to_all", match_embedding),
-    # Ranks whose tables are all updated have no gradients of tables; so updates come first.
+    # A rank may have updates and gradients of tables, and its peers updates alone: updates come first.
     Matcher("all_to_all_embedding_bag_update", match_embedding_update),
     Matcher("all_to_all_embedding_bag_backward", match_embedding_backward),
     Matcher("expert_matmul_all_to_all", match_single_combine),

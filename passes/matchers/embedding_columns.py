@@ -199,7 +199,7 @@ def _columns(anchor: Anchor, shapes: Shapes, batch: Digits, width: Size, world: 
 def without_lookups(
     emitter: Emitter, found: Exchanged, index: torch.dtype, offset: torch.dtype, last: bool
 ) -> tuple[fx.Node, fx.Node]:
-    """Indices and offsets, of these dtypes, of a table of which no bag has an index. `last`: the offsets have
-    an entry for the end of the last bag."""
+    """The indices and offsets of empty bags, in the dtypes `index` and `offset`. `last`: the offsets have an
+    entry for the end of the last bag."""
     count = emitter.size(found.layout.shape[0] + int(last))
     return emitter.full([0], 0, emitter.anchor, index), emitter.full([count], 0, emitter.anchor, offset)

@@ -92,10 +92,10 @@ def _changed(updates: list[Given]) -> list[fx.Node]:
 
 def _rewrite(anchor: Anchor, context: Context, found: Exchanged, emitter: Emitter) -> None:
     grad, columns, layout = sent(anchor, context, found, emitter)
-    known = [_given(n) for n in found.nodes]
-    common = known[0] if known else _NOTHING
+    known = {n: _given(n) for n in found.nodes}
+    common = next(iter(known.values()), _NOTHING)
     updates = [
-        _empty(emitter, found, common, t.width) if t.node is None else _given(t.node) for t in found.tables
+        _empty(emitter, found, common, t.width) if t.node is None else known[t.node] for t in found.tables
     ]
 
     def each(name: str) -> list[fx.Node]:

@@ -103,8 +103,8 @@ def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """Row `i` of `node` is row `index[i]` of what it is made from. `puts`: row `index[i]` of `node` is row
-    `i` of that, and the index is known to be a permutation."""
+    """Row `i` of `node` is row `index[i]` of its source. With `puts`, row `index[i]` of `node` is row `i` of
+    the source, and the index is known to be a permutation."""
 
     node: fx.Node
     index: fx.Node
@@ -131,13 +131,11 @@ def find_choice(node: fx.Node, source: fx.Node, shapes: Shapes) -> Choice | Reje
 
 def _inverse(index: fx.Node, emitter: Emitter) -> fx.Node:
     """The inverse of a permutation."""
-    known, shape, val = inverse_of(index), emitter.shapes.known(index), tensor(index)
+    known = inverse_of(index)
     if known is not None:
         return known
-    assert val is not None
-    size = emitter.size(shape[0])
-    options = {"dtype": torch.int64, "device": val.device, "pin_memory": False}
-    base = emitter.call(aten.full.default, [size], 0, **options)
+    size = emitter.size(emitter.shapes.known(index)[0])
+    base = emitter.full([size], 0, index)
     return emitter.call(aten.index_put.default, base, [index], emitter.numbers(size, index))
 
 

@@ -335,7 +335,7 @@ def numbers_of(emitter: Emitter, values: Sequence[Coefficient], scalars: dict[st
 def _chosen_by_place(emitter: Emitter, values: Sequence[Coefficient], scalars: dict[str, fx.Node]) -> fx.Node:
     """A vector in pointwise ops alone, which Inductor makes one kernel of: a cat of many is many kernels."""
     place = emitter.numbers(len(values), emitter.anchor)
-    total = emitter.call(aten.full.default, [len(values)], 0.0, **_options(emitter))
+    total = _full(emitter, [len(values)], 0.0)
     for i, value in enumerate(values):
         if _is_known(value) and float(value) == 0.0:
             continue
@@ -347,13 +347,13 @@ def _chosen_by_place(emitter: Emitter, values: Sequence[Coefficient], scalars: d
 def number_of(emitter: Emitter, value: Coefficient, scalars: dict[str, fx.Node]) -> fx.Node:
     """A coefficient as a tensor of one element."""
     if _is_known(value):
-        return emitter.call(aten.full.default, [1], float(value), **_options(emitter))
+        return _full(emitter, [1], float(value))
     return emitter.call(aten.reshape.default, _of_no_dims(emitter, value, scalars), [1])
 
 
 def _of_no_dims(emitter: Emitter, value: Coefficient, scalars: dict[str, fx.Node]) -> fx.Node:
     if _is_known(value):
-        return emitter.call(aten.full.default, [], float(value), **_options(emitter))
+        return _full(emitter, [], float(value))
     return emitter.cast(_scalar(emitter, value, scalars), torch.float32)
 
 
@@ -371,8 +371,8 @@ def _is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _options(emitter: Emitter) -> dict[str, object]:
-    return {"dtype": torch.float32, "device": _device(emitter), "pin_memory": False}
+def _full(emitter: Emitter, shape: Sequence[int], fill: float) -> fx.Node:
+    return emitter.full(shape, fill, emitter.anchor, torch.float32)
 
 
 def _scalar(emitter: Emitter, value: sympy.Expr, scalars: dict[str, fx.Node]) -> fx.Node:

@@ -14,7 +14,7 @@ from torch import fx
 
 from autofuse.lowering import own_part as _own_part  # noqa: F401  (registers torch.ops.autofuse.own_part)
 from autofuse.passes.graph.emit import Emitter, erase_unused
-from autofuse.passes.graph.follow import Shapes, aten, is_reshape, tensor
+from autofuse.passes.graph.follow import Shapes, aten, is_reshape
 from autofuse.passes.graph.layout import Size, prod, same_shape, same_size
 
 from .slices import shape_of
@@ -79,19 +79,14 @@ def multiply_padded(whole: fx.Node, gathered: fx.Node) -> list[tuple[Emitter, fx
 
 def row_mask(emitter: Emitter, part: fx.Node, count: Size, group: str | fx.Node) -> fx.Node:
     """Which of the rows of this rank's part are among the `count` that there are: a mask of one dim."""
-    like = tensor(part)
-    assert like is not None
-    rows = emitter.call(
-        aten.full.default, [emitter.size(count)], True, dtype=torch.bool, device=like.device, pin_memory=False
-    )
+    rows = emitter.full([emitter.size(count)], True, part, torch.bool)
     return emitter.call(torch.ops.autofuse.own_part.default, rows, 0, group, True)
 
 
 def masked(emitter: Emitter, part: fx.Node, dim: int, mask: fx.Node) -> fx.Node:
     """Zeros in place of the padding."""
-    like, shape = tensor(part), shape_of(part)
-    assert like is not None
+    shape = shape_of(part)
     assert shape is not None
-    zero = emitter.call(aten.full.default, [], 0.0, dtype=like.dtype, device=like.device, pin_memory=False)
+    zero = emitter.full([], 0.0, part)
     mask = emitter.reshape(mask, (shape[dim], *(1 for _ in shape[dim + 1 :])))
     return emitter.call(aten.where.self, mask, part, zero)

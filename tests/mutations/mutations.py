@@ -623,7 +623,7 @@ PROTOCOL = (
     Mutation(
         "constants of an update on GPUs are on the host",
         "update_rule.py",
-        """return emitter.call(aten.full.default, [], float(value), **_options(emitter))""",
+        "return _full(emitter, [], float(value))",
         """return emitter.call(aten.full.default, [], float(value), dtype=torch.float32)""",
         _of("passes", "updates_on_gpus"),
     ),

@@ -158,6 +158,13 @@ BOTH = {"inference": [DISPATCH, COMBINE]}
 TRAINED = {"forward": [DISPATCH, COMBINE], "backward": [DISPATCH, COMBINE]}
 COUNTS = {"inference": ["no_compute"]}
 
+
+def dropless(worlds: tuple[int, ...] = (2,), **how: bool) -> Program:
+    """A training step in bfloat16."""
+    build = model(lambda: Dropless(**how), torch.bfloat16, grad=True)
+    return Program(build, TRAINED, {"forward": ["no_compute"]}, grad=True, tolerance=0.03, worlds=worlds)
+
+
 PROGRAMS: dict[str, Program] = {
     "fixed capacity": Program(model(lambda: FixedCapacity("bmm")), BOTH, worlds=(2, 4)),
     "fixed capacity, training": Program(model(lambda: FixedCapacity("bmm"), grad=True), TRAINED, grad=True),
@@ -167,40 +174,9 @@ PROGRAMS: dict[str, Program] = {
     "loop": Program(model(lambda: FixedCapacity("loop")), BOTH, worlds=(2, 4)),
     "loop, training": Program(model(lambda: FixedCapacity("loop"), grad=True), TRAINED, grad=True),
     "dropless": Program(model(Dropless, torch.bfloat16), BOTH, COUNTS, tolerance=0.02, worlds=(2, 4)),
-    "dropless, training": Program(
-        model(Dropless, torch.bfloat16, grad=True),
-        TRAINED,
-        {"forward": ["no_compute"]},
-        grad=True,
-        tolerance=0.03,
-        worlds=(2, 4),
-    ),
-    "dropless, sorted, training": Program(
-        model(lambda: Dropless(sorts=True), torch.bfloat16, grad=True),
-        TRAINED,
-        {"forward": ["no_compute"]},
-        grad=True,
-        tolerance=0.03,
-    ),
-    "dropless, negative places, training": Program(
-        model(lambda: Dropless(negative=True), torch.bfloat16, grad=True),
-        TRAINED,
-        {"forward": ["no_compute"]},
-        grad=True,
-        tolerance=0.03,
-    ),
-    "dropless, inverted places, training": Program(
-        model(lambda: Dropless(inverted=True), torch.bfloat16, grad=True),
-        TRAINED,
-        {"forward": ["no_compute"]},
-        grad=True,
-        tolerance=0.03,
-    ),
-    "dropless, wide, training": Program(
-        model(lambda: Dropless(wide=True), torch.bfloat16, grad=True),
-        TRAINED,
-        {"forward": ["no_compute"]},
-        grad=True,
-        tolerance=0.03,
-    ),
+    "dropless, training": dropless(worlds=(2, 4)),
+    "dropless, sorted, training": dropless(sorts=True),
+    "dropless, negative places, training": dropless(negative=True),
+    "dropless, inverted places, training": dropless(inverted=True),
+    "dropless, wide, training": dropless(wide=True),
 }

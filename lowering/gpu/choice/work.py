@@ -64,16 +64,16 @@ def _programs(gpu: Gpu, cluster: int) -> float:
     return gpu.multiprocessors * (_IN_FOURS if cluster > 2 else 1)
 
 
+_RATES: Start = {"flops": (0.65, 0.3), "load": (1.0, 0.7), "memory": (0.83, 0.2), "link": (0.65, 0.3)}
+"""Constants of tiles and of the exchange beside them."""
+
+
 @dataclass(frozen=True)
-class Tiles:
-    """Tiles of a matmul, and an exchange beside them.
+class _OfTiles:
+    """Tiles of a matmul beside an exchange.
 
     tiles: pieces that programs take, one program a multiprocessor; flops, load: operations and loaded bytes
-    of one; memory: bytes that the GPU reads and writes; sent: bytes to peers, or from them, the more of both;
-    added: bytes read and written behind the exchange; hops: exchanges that follow one another; copies: of
-    copy engines, each of which waits for a flag, copies and sets a flag, before the next one starts; cluster:
-    programs that are placed together; slices: the number of
-    slices in which the bytes are sent; a signal follows each slice.
+    of one; memory: bytes that the GPU reads and writes; sent: bytes to peers, or from them, the more of both.
     """
 
     model: str
@@ -82,6 +82,18 @@ class Tiles:
     load: float
     memory: float
     sent: float
+
+
+@dataclass(frozen=True)
+class Tiles(_OfTiles):
+    """Tiles that wait for nothing, or whose waits are hidden behind other tiles.
+
+    added: bytes read and written behind the exchange; hops: exchanges that follow one another; copies: of
+    copy engines, each of which waits for a flag, copies and sets a flag, before the next one starts; cluster:
+    programs that are placed together; slices: the number of slices in which the bytes are sent; a signal
+    follows each slice.
+    """
+
     added: float
     hops: int
     copies: int = 0
@@ -92,10 +104,7 @@ class Tiles:
         "start_us": (4.0, 0.7),
         "hop_us": (1.5, 0.5),
         "copy_us": (8.0, 0.3),
-        "flops": (0.65, 0.3),
-        "load": (1.0, 0.7),
-        "memory": (0.83, 0.2),
-        "link": (0.65, 0.3),
+        **_RATES,
         "exposed": (0.5, 1.0),
         "round": (1.0, 0.3),
         "added": (0.5, 1.0),
@@ -118,31 +127,22 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Sliced:
-    """Tiles of a matmul of rows that arrive meanwhile, in slices of K. Every tile waits for each slice.
+class Sliced(_OfTiles):
+    """Tiles of rows that arrive meanwhile, in slices of K. Every tile waits for each slice.
 
-    tiles, flops, load, memory, sent, cluster: as of `Tiles`; k_slices: with a signal each.
+    k_slices: with a signal each; cluster: programs that are placed together.
 
           slice 0  slice 1  slice 2  slice 3        arrive
                    |  multiplied by the first wave  |  second wave  |
     """
 
-    model: str
-    tiles: int
-    flops: float
-    load: float
-    memory: float
-    sent: float
     k_slices: int
     cluster: int = 1
 
     CONSTANTS: ClassVar[Start] = {
         "start_us": (4.0, 0.7),
         "hop_us": (0.5, 0.5),
-        "flops": (0.65, 0.3),
-        "load": (1.0, 0.7),
-        "memory": (0.83, 0.2),
-        "link": (0.65, 0.3),
+        **_RATES,
         "round": (1.0, 0.3),
     }
 

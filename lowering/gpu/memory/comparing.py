@@ -117,7 +117,8 @@ class Parts(Answers):
         """Whether kernels see the same sizes on all ranks, which meet if this rank's are new at this site.
         RuntimeError if anything but sizes that ranks may have of their own differs.
 
-        meet: None if ranks cannot meet now; what is not known counts as equal. forgotten: as of `find`.
+        meet: None if ranks cannot meet now; then sizes that were not compared count as equal. forgotten: as
+        of `find`.
         """
         own, free = getattr(problem, "own", ()), getattr(problem, "free", ())
         if not own:
