@@ -255,7 +255,7 @@ def unfused(rank: int, world: int, case: Ragged) -> dict[str, str]:
         bias = [] if given["bias"] is None else [given["bias"]]
         ops = torch.ops.autofuse
         (y,) = ops.expert_matmul_all_to_all([given["x"]], [given["w"]], bias, [], "mm", *ragged(given), *site)
-        (p,) = ops.all_to_all_expert_matmul(other["x"], [other["w"]], bias, *ragged(other), *site)
+        (p,) = ops.all_to_all_expert_matmul(other["x"], [other["w"]], bias, "", *ragged(other), *site)
         return y, p
 
     with about("eager"):
