@@ -40,8 +40,8 @@ from .token_sums import (
     added_rows,
     adds_rows,
     chosen_rows,
+    made_of_rows,
     rows_of_experts,
-    views_of_rows,
 )
 
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ def match_product(
     if isinstance(found, Reject):
         return found
     taken = found.inner | {found.last, *(head for head, _ in found.heads)}
-    for inner in found.inner - {found.rows} - views_of_rows(found):
+    for inner in found.inner - {found.rows} - made_of_rows(found):
         outside = [u for u in inner.users if u not in taken]
         if outside:
             return Reject(Reason.EXTRA_USERS, f"{inner.name} is also read by {outside[0].name}")

@@ -220,25 +220,30 @@ def _is_index(index: object) -> TypeGuard[fx.Node]:
     return val is not None and val.dim() == 1 and val.dtype == torch.int64
 
 
-def views_of_rows(found: Product) -> set[fx.Node]:
-    """The views of the contraction of a grouped product that its first stage reads."""
-    views: set[fx.Node] = set()
+def made_of_rows(found: Product) -> set[fx.Node]:
+    """Views of the contraction of a grouped product, and its rows with a bias or a mask. Others may read
+    these, too: the fused op hands out the contraction, and torch makes them of it."""
+    made: set[fx.Node] = set()
     work = [found.rows] if found.rows is not None else []
     while work:
-        new = [u for u in work.pop().users if u in found.inner and u not in views and is_view(u)]
-        views.update(new)
+        new = [u for u in work.pop().users if u in found.inner and u not in made and _is_made(u)]
+        made.update(new)
         work += new
-    return views
+    return made
+
+
+def _is_made(n: fx.Node) -> bool:
+    return is_view(n) or n.target in (aten.add.Tensor, aten.where.self)
 
 
 def readers_of_rows(found: Product) -> tuple[fx.Node, ...]:
-    """Users of the contraction of a grouped product that are no stages of it, or views that others read,
-    too."""
+    """Users of the contraction of a grouped product that are no stages of it, or that others read, too
+    (`made_of_rows`)."""
     if found.rows is None:
         return ()
-    taken, views = found.inner | {found.last}, views_of_rows(found)
+    taken, made = found.inner | {found.last}, made_of_rows(found)
 
     def leads_out(n: fx.Node) -> bool:
-        return n not in taken or (n in views and any(map(leads_out, n.users)))
+        return n not in taken or (n in made and any(map(leads_out, n.users)))
 
     return tuple(u for u in found.rows.users if leads_out(u))

@@ -102,7 +102,11 @@ class Experts(nn.Module):
         token, score = order // TOP, scores.view(-1)[order]
         ends = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
         h = self.act(self.grouped(x[token], self.up.mT, ends))
-        out = self.grouped(h, self.down.mT, ends) * score.unsqueeze(-1)
+        out = self.grouped(h, self.down.mT, ends)
+        if self.how == "biased and masked":  # as experts of other ranks are: the backward reads the rows left
+            mine = (experts < EXPERTS // 2).unsqueeze(-1)
+            out = torch.where(mine, out + self.down.mean(-1)[experts], 0.0)
+        out = out * score.unsqueeze(-1)
         if self.how == "index_add":
             return torch.zeros_like(x).index_add(0, token, out.to(x.dtype))
         if self.how == "scatter_add":
@@ -208,6 +212,9 @@ PROGRAMS: dict[str, Program] = {
     "gathered": Program(given, kept={"inference": ["unsupported_variant"]}),
     "training": Program(
         build("sum", grad=True), {"forward": [AR], "backward": [AR]}, grad=True, tolerance=0.03
+    ),
+    "biased and masked, training": Program(
+        build("biased and masked", grad=True), {"forward": [AR], "backward": [AR]}, grad=True, tolerance=0.03
     ),
     "index_add, scattered, training": Program(
         build("index_add", scattered=True, grad=True),
