@@ -131,7 +131,7 @@ def _merge_sum(summands: Sequence[fx.Node]) -> None:
         if summand is not None and op is not None:
             # Ranks must form the same groups. What is added, and what reads a product, may differ by rank.
             place = op.args[4:-7]  # reduce op, dim, outer
-            kind = op.target, _WIDENED.fullmatch(str(op.args[3])) is not None
+            kind = op.target, _WIDENED.fullmatch(_text(op)) is not None
             groups.setdefault((*kind, *place, op.args[-3], *summand.key), []).append(summand)
     for group in groups.values():
         rows = [term for term in group if _adds_rows(_op(term))]
@@ -167,9 +167,14 @@ def _mergeable(summand: Summand) -> fx.Node | None:
         return None
     if any(user is not summand.item for user in op.users) and (_adds_rows(op) or not op.args[-7]):
         return None
-    product = str(op.args[3])
+    product = _text(op)
     is_one = _WIDENED.fullmatch(product) is not None and len(op.args[0]) == 1
     return op if _PLAIN.fullmatch(product) or is_one or _adds_rows(op) else None
+
+
+def _text(op: fx.Node) -> str:
+    """The product without `keep`: a rank that reads the matmul elsewhere merges as those that do not."""
+    return str(op.args[3]).replace("; keep;", ";")
 
 
 def _adds_rows(op: fx.Node) -> bool:
@@ -184,7 +189,7 @@ def _rewrite_sum(terms: Sequence[Summand]) -> None:
     ops = list(map(_op, terms))
     apart = {op: _hand_out(op) for op in ops if len(op.users) > 1}
     main = next((op for op in ops if _adds_rows(op)), next((op for op in ops if op not in apart), last_op))
-    if _PLAIN.fullmatch(str(main.args[3])):
+    if _PLAIN.fullmatch(_text(main)):
         inside = [op for op in ops if op is main or op not in apart]
         inside.sort(key=lambda op: not str(op.args[3]).startswith("addmm"))  # an addmm comes first
         x, w, operands = ([entry for op in inside for entry in op.args[i]] for i in range(3))
@@ -192,9 +197,9 @@ def _rewrite_sum(terms: Sequence[Summand]) -> None:
         first = str(inside[0].args[3]).partition(";")[0]
         product = "; ".join([first, *(f"add %{i}" for i in range(first != "mm", len(operands)))])
     else:
-        x, w, given, product = main.args[:4]
+        x, w, given = main.args[:3]
         added = [apart.get(op) or _multiplied(emitter, op) for op in ops if op is not main]
-        operands, product = _added(emitter, list(given), str(product), _total(emitter, added))
+        operands, product = _added(emitter, list(given), _text(main), _total(emitter, added))
     site = _site(ops)
     place, rest = last_op.args[4:-7], last_op.args[-6:-1]
     fused = emitter.call(last_op.target, x, w, operands, product, *place, False, *rest, site)
@@ -225,10 +230,12 @@ def _remove(summand: fx.Node) -> None:
 
 
 def _hand_out(op: fx.Node) -> fx.Node:
-    """The product of an op by torch, for its readers."""
-    product = _multiplied(Emitter(op, Shapes()), op)
+    """The product of an op by torch. Readers of what the op keeps read that of torch."""
+    emitter = Emitter(op, Shapes())
+    total = _contraction(emitter, op)
+    product = _staged(emitter, op, total)
     for item in [user for user in op.users if user.args[1] == 1]:
-        item.replace_all_uses_with(product)
+        item.replace_all_uses_with(total if _text(op) != op.args[3] else product)
         erase_unused([item])
     return product
 
@@ -248,14 +255,22 @@ def _added(
 
 def _multiplied(emitter: Emitter, op: fx.Node) -> fx.Node:
     """The product of an op, computed by torch: its matmuls and the tensors that are added."""
+    return _staged(emitter, op, _contraction(emitter, op))
+
+
+def _contraction(emitter: Emitter, op: fx.Node) -> fx.Node:
     operands, text = op.args[2:4]
-    first, *stages = str(text).split("; ")
     products = [emitter.call(aten.mm.default, x, w) for x, w in zip(*op.args[:2], strict=True)]
-    if first != "mm":
+    if not str(text).startswith("mm"):
         x, w = op.args[0][0], op.args[1][0]
         products[0] = emitter.call(aten.addmm.default, operands[0], x, w)
-    product = _total(emitter, products)
-    for stage in stages:
+    return _total(emitter, products)
+
+
+def _staged(emitter: Emitter, op: fx.Node, product: fx.Node) -> fx.Node:
+    """What the stages of an op make of its matmuls."""
+    operands = op.args[2]
+    for stage in _text(op).split("; ")[1:]:
         if stage == "to float32":
             product = emitter.cast(product, torch.float32)
         else:

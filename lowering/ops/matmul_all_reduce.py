@@ -7,7 +7,8 @@
     dgrad     dx[i] = G @ w[i]^T
     wgrad     dw[i] = x[i]^T @ G
 
-With `avg` both sums are means. With `keep_product` P is returned too and its own gradient is added to G.
+With `avg` both sums are means. With `keep_product` P is returned too and its own gradient is added to G; or
+the sum of the matmuls, where `keep` stands before the stages of the product. That form has no gradient.
 A `tail` (`reference/tail.py`) is applied to Y; its kept values are returned between Y and P. It has no
 gradient. `proof`: what proves that its operands are replicated, or `unproven`; empty if owners are not asked.
 """
@@ -193,6 +194,11 @@ REDUCE_GAPS: tuple[Gap[Any], ...] = (
         lambda args: args.keep_product and is_pooled(args.product),
         "the pooled rows are read elsewhere, too",
         "read the result of the collective instead, if that will do",
+    ),
+    Gap(
+        lambda args: args.keep_product and parse(args.product).keep,
+        "the matmul is read before its epilogue, too",
+        "move the epilogue behind the collective, if that will do",
     ),
     Gap(
         lambda args: not is_gpu_tail(args.tail, args.tail_operands),

@@ -9,6 +9,7 @@
     add sub mul div           with `%i` (an operand) or a number: P = P op it
     neg; relu; to bfloat16
     where %0 %1               P = P where operands[0], else operands[1] (or a number)
+    keep                      first of the stages: `keep_product` returns what the matmuls give, not P
     masked_fill %0 0.0        P = a number (or an operand) where operands[0], else P
 
 `mm; mul %0; to bfloat16` is `(x @ w * operands[0]).to(bfloat16)`. `x[i]: [M, K_i]`, `w[i]: [K_i, N]`;
@@ -58,7 +59,8 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Product:
     """A parsed product. `inputs` are the operands of the contraction, `out_dtype` is that of scaled_mm,
-    `beta` and `alpha` are those of addmm, `pooling` is that of bags."""
+    `beta` and `alpha` are those of addmm, `pooling` is that of bags. `keep`: `keep_product` returns the
+    contraction."""
 
     contraction: str
     inputs: tuple[int, ...]
@@ -67,6 +69,7 @@ class Product:
     beta: float | int = 1
     alpha: float | int = 1
     pooling: Pooling | None = None
+    keep: bool = False
 
 
 @cache
@@ -88,20 +91,24 @@ def _parse(product: str) -> Product:
     if name == GROUPED:
         count = min(1, len(first) - 1)
     inputs = tuple(map(words.operand, first[1 : 1 + count]))
-    stages = tuple(map(_stage, rest))
+    keep = rest[:1] == [["keep"]]
+    if keep and (name in (GROUPED, BAGS) or len(rest) == 1):
+        raise ValueError("keep stands between a matmul and another stage")
+    stages = tuple(map(_stage, rest[keep:]))
     changes = [stage.name for stage in stages if stage.name in ROW_STAGES]
     if changes and name != GROUPED:
         raise ValueError(f"'{changes[0]}' follows {GROUPED} alone")
     if len(inputs) == count:
         match name, first[1 + count :]:
             case "scaled_mm", [dtype]:
-                return Product(name, inputs, words.dtype(dtype), stages)
+                return Product(name, inputs, words.dtype(dtype), stages, keep=keep)
             case "addmm", [beta, alpha]:
-                return Product(name, inputs, None, stages, words.number(beta), words.number(alpha))
+                scales = words.number(beta), words.number(alpha)
+                return Product(name, inputs, None, stages, *scales, keep=keep)
             case "bags", options:
                 return Product(name, inputs, None, stages, pooling=Pooling.parse(options))
             case "mm" | "addmm" | "rows" | "grouped", []:
-                return Product(name, inputs, None, stages)
+                return Product(name, inputs, None, stages, keep=keep)
     takes = {"scaled_mm": " and a dtype", "addmm": ", then beta and alpha or neither"}
     raise ValueError(f"{name} takes {count} operands{takes.get(name, '')}")
 
@@ -207,12 +214,12 @@ def _dtype_of(product: str, dtype: torch.dtype, operands: tuple[tuple[torch.dtyp
 def with_kept(
     x: Sequence[Tensor], w: Sequence[Tensor], operands: Sequence[Tensor], product: str
 ) -> tuple[Tensor, Tensor]:
-    """`P`, and what `keep_product` returns: P, or the rows of experts before any stage."""
-    if not is_grouped(product):
+    """`P`, and what `keep_product` returns: P, or the contraction."""
+    if not keeps_contraction(product):
         p = product_reference(x, w, operands, product)
         return p, p
-    rows = contract(parse(product), x, w, operands)
-    return epilogue(rows, operands, product), rows
+    total = contract(parse(product), x, w, operands)
+    return epilogue(total, operands, product), total
 
 
 def evaluate(
@@ -233,6 +240,14 @@ def evaluate(
         for span in blocks(total, [stage.name for stage in p.stages]):
             of_span = [t[..., span] if t.dim() and t.shape[-1] > 1 else t for t in operands]
             out[:, span].copy_(epilogue(total[:, span], of_span, product))
+        return total
+    if p.keep:
+        value = total = contract(p, x, w, operands)
+        if not uniform:
+            out.copy_(epilogue(total, operands, product))
+            return total
+        for stage in p.stages:
+            value = _apply(stage, value, operands, out=out)
         return total
     in_place = p.pooling is None or out.is_contiguous()
     if not uniform or p.contraction == "scaled_mm" or not in_place:
@@ -258,6 +273,11 @@ def evaluate(
 def is_grouped(product: str) -> bool:
     """Whether the product is one of experts."""
     return product.startswith(GROUPED)
+
+
+def keeps_contraction(product: str) -> bool:
+    """Whether `keep_product` returns what the product is before any stage."""
+    return is_grouped(product) or parse(product).keep
 
 
 def is_pooled(product: str) -> bool:
@@ -319,7 +339,7 @@ def product_backward(
     the rows of `g` are added up where they were read. Of the
     operands only those that are added or subtracted have one; RuntimeError where another one needs it.
     """
-    if is_grouped(product) or parse(product).pooling is not None:
+    if keeps_contraction(product) or parse(product).pooling is not None:
         raise RuntimeError(f"product {product!r} has no gradient; it is for graphs behind autograd")
     grad, found = epilogue_backward(grad, operands, product, w[0].dtype, needs[2])
     if parse(product).contraction == "rows":

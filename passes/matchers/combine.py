@@ -26,7 +26,8 @@ from .contractions import Product
 from .match import Context, Found, Match, Work, check_dtype, fill_biases, replace_result, values
 from .operands import Operand, materialise, two_dimensional
 from .placement import Placement, find_placement
-from .product import extra_users, hand_out_product, match_product
+from .product import match_product
+from .product_readers import extra_users, hand_out_product
 from .rows import Rows, cut_into_parts, is_natural, positions, split_rows, whole_rows
 
 PATTERN = "expert_matmul_all_to_all"

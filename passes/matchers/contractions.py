@@ -51,6 +51,8 @@ class Product:
     last: fx.Node
     """The last node of the epilogue, which has layout `last_layout` relative to P."""
     last_layout: Layout
+    contraction: tuple[fx.Node, Layout] | None = None
+    """Of a product with an epilogue: what the matmuls give, and its layout relative to P."""
     offsets: fx.Node | None = None
     """Of a grouped matmul: the ends of the row ranges of the experts."""
     inner: frozenset[fx.Node] = field(default=frozenset())

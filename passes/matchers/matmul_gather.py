@@ -26,7 +26,8 @@ from autofuse.passes.reasons import Reason, Reject
 from .contractions import ROWS, Product
 from .match import Context, Found, Match, Work, check_dtype, replace_result, values
 from .operands import materialise, two_dimensional
-from .product import extra_users, hand_out_product, match_product
+from .product import match_product
+from .product_readers import extra_users, hand_out_product
 from .readers import Reader, find_cast_readers, reread
 from .token_sums import GROUPED
 

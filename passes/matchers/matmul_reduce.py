@@ -7,6 +7,7 @@ layout tells which digit of the rows or columns of `P` that is.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,6 +27,7 @@ from autofuse.passes.graph.layout import (
     prod,
     same_size,
 )
+from autofuse.passes.graph.paths import all_below
 from autofuse.passes.graph.row_numbers import from_start
 from autofuse.passes.reasons import Reason, Reject
 
@@ -33,7 +35,8 @@ from .bags import replace_extras
 from .contractions import ROWS, Product
 from .match import Context, Found, Match, Work, check_dtype, replace_result
 from .operands import materialise, two_dimensional, values_of
-from .product import extra_users, hand_out_product, match_product
+from .product import match_product
+from .product_readers import extra_users, hand_out_contraction, hand_out_product, readers_inside
 from .token_sums import GROUPED, grouped_terms, readers_of_rows, values_of_terms
 
 
@@ -59,7 +62,7 @@ def match_reduce_scatter(anchor: Anchor, context: Context) -> Found:
 
 def _find(anchor: Anchor, context: Context, shape: tuple[Size, ...] | None) -> Product | Reject:
     """The product that the collective reduces, with the collective's input viewed as `shape`."""
-    found = match_product(anchor.input, context.shapes, shape=shape)
+    found = match_product(anchor.input, context.shapes, shape=shape, read_inside=True)
     if isinstance(found, Reject):
         return found
     if anchor.reduce_op not in ("sum", "avg"):
@@ -87,7 +90,15 @@ def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: 
     readers = readers_of_rows(found)
     if early and found.rows is not None:
         return Reject(Reason.EXTRA_USERS, f"the tokens are also read by {early[0].name}")
+    if inside := readers_inside(found):
+        below = {*inside, *all_below(inside)}
+        late = next((o.node for o in found.operands if o.node in below), None)
+        if late is not None:
+            return Reject(Reason.EXTRA_USERS, f"the operand {late.name} depends on the matmul")
+        early = (*inside, *early)
     early = (early or readers) if context.hands_out else ()
+    if inside and early:
+        found = replace(found, stages=(found.stages[0], "keep", *found.stages[1:]))
     grouped = found.stages[0].startswith(GROUPED)
     nbytes = prod(found.shape) * found.dtype.itemsize
     reads = found.stages[0] == ROWS or bool(found.bags)
@@ -152,7 +163,9 @@ def _rewrite(
     target = found.layout if cut is None else without(found.layout, cut)
     result = emitter.rebuild(emitter.item(fused, 0), part, target, context.shapes.of(anchor.node))
     if keep:
-        if found.rows is None:
+        if "keep" in found.stages:
+            hand_out_contraction(emitter, emitter.item(fused, 1), found)
+        elif found.rows is None:
             hand_out_product(emitter, emitter.item(fused, 1), found)
         else:
             shape = context.shapes.known(found.rows)

@@ -17,7 +17,6 @@ from torch import fx
 from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.bags import CONTRACTION as BAGS
 from autofuse.passes.graph.anchors import fused_op, is_fused
-from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, dtype_of, follow, is_cast, is_view
 from autofuse.passes.graph.layout import Digit, Layout, Size, compose, merge, same_shape
 from autofuse.passes.graph.paths import between
@@ -34,6 +33,7 @@ from .contractions import (
     table_rows,
 )
 from .operands import Operand, broadcast
+from .product_readers import stages_of
 from .token_sums import (
     CHOICES,
     GROUPED,
@@ -70,17 +70,22 @@ _UNARY = {aten.neg.default: "neg", aten.relu.default: "relu"}
 
 
 def match_product(
-    node: fx.Node, shapes: Shapes, batched: bool = False, shape: tuple[Size, ...] | None = None
+    node: fx.Node,
+    shapes: Shapes,
+    batched: bool = False,
+    shape: tuple[Size, ...] | None = None,
+    read_inside: bool = False,
 ) -> Product | Reject:
     """The product whose elements `node`, viewed as `shape`, holds in some layout.
 
-    `batched` allows matmuls of several experts.
+    `batched` allows matmuls of several experts, `read_inside` readers of values from the contraction on.
     """
     found = _match(node, shapes, batched, shape)
     if isinstance(found, Reject):
         return found
     taken = found.inner | {found.last, *(head for head, _ in found.heads)}
-    for inner in found.inner - {found.rows} - made_of_rows(found):
+    free = stages_of(found) if read_inside else frozenset()
+    for inner in found.inner - {found.rows} - made_of_rows(found) - free:
         outside = [u for u in inner.users if u not in taken]
         if outside:
             return Reject(Reason.EXTRA_USERS, f"{inner.name} is also read by {outside[0].name}")
@@ -248,22 +253,8 @@ def _extend(found: Product, side: fx.Node, n: fx.Node, stage: str, *operands: Op
         last_layout=found.layout,
         inner=found.inner | path | {found.last},
         heads=(),
+        contraction=found.contraction or (found.last, found.last_layout),
     )
-
-
-def extra_users(end: fx.Node, source: fx.Node, found: Product) -> tuple[fx.Node, ...]:
-    """Users, other than `end`, of the finished product or of views of it between the product and `end`."""
-    path = {found.last} | between(source, found.last)
-    for head, _ in found.heads:
-        path |= {head} | between(source, head)
-    users = {u: None for n in sorted(path) for u in n.users}
-    return tuple(u for u in users if u not in path and u is not end)
-
-
-def hand_out_product(emitter: Emitter, whole: fx.Node, found: Product) -> None:
-    """Let the readers of the finished product read `whole`, which has the product's shape."""
-    shape = emitter.shapes.of(found.last)
-    emitter.replace(found.last, emitter.rebuild(whole, Layout.of(found.shape), found.last_layout, shape))
 
 
 def _binary(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:

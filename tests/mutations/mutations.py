@@ -87,7 +87,7 @@ PASSES = (
     Mutation(
         "a product that is widened is merged with one that is not",
         "merge.py",
-        "kind = op.target, _WIDENED.fullmatch(str(op.args[3])) is not None",
+        "kind = op.target, _WIDENED.fullmatch(_text(op)) is not None",
         "kind = (op.target,)",
         _of("passes", "graphs"),
     ),

@@ -11,7 +11,7 @@ import autofuse.ops
 from autofuse.lowering.cpu import recipes
 from autofuse.lowering.cpu.rendezvous import GroupSpansHosts
 from autofuse.lowering.ops import library
-from autofuse.lowering.reference.product import product_reference
+from autofuse.lowering.reference.product import contract, epilogue, parse, product_reference
 from autofuse.native_kernels import cpu
 from tests.ops.dense import (
     DTYPES,
@@ -110,15 +110,21 @@ def _epilogues(rank: int, world: int, order: str) -> None:
                     operands[0] = operands[0] > 1.5  # a mask
                 poison(world_group())
                 y, p = _call(x, w, operands, product, "avg", True, order)
+                first, _, stages = product.partition("; ")
+                again, kept = _call(x, w, operands, f"{first}; keep; {stages}", "avg", True, order)
+                torch.testing.assert_close(
+                    kept, contract(parse(first), x, w, operands), rtol=0.03, atol=0.03
+                )
                 expected = product_reference(x, w, operands, product)
                 # A tile is computed by another matmul than the whole: one rounding apart per stage.
                 torch.testing.assert_close(p, expected, rtol=0.03, atol=0.03)
                 assert p.dtype == expected.dtype
-                parts = [torch.empty_like(p) for _ in range(world)]
-                dist.all_gather(parts, p)
-                exact = torch.stack([part.double() for part in parts])
-                assert_close(y, exact.mean(0), exact.abs().mean(0), world, 1)
-                same_on_all_ranks(y)
+                for result, of in ((y, p), (again, epilogue(kept, operands, product))):
+                    parts = [torch.empty_like(of) for _ in range(world)]
+                    dist.all_gather(parts, of)
+                    exact = torch.stack([part.double() for part in parts])
+                    assert_close(result, exact.mean(0), exact.abs().mean(0), world, 1)
+                    same_on_all_ranks(result)
 
 
 @pytest.mark.parametrize("order", ORDERS)

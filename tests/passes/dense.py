@@ -360,7 +360,7 @@ PROGRAMS: dict[str, Program] = {
     "sum of two": Program(plain(sum_of_two, (8, 5, H), W2, (8, 5, 7), (D, 7)), {"inference": [RS]}),
     "also returned": Program(plain(also_returned, X3, W2), {"inference": [AR]}),
     "also returned, early": Program(plain(also_returned_early, (8, 3, H), W2), {"inference": [RS]}),
-    "product read inside": Program(plain(product_read_inside, X3, W2), kept={"inference": ["extra_users"]}),
+    "product read inside": Program(plain(product_read_inside, X3, W2), {"inference": [AR]}),
     "transposed": Program(plain(transposed, X3, W2), {"inference": [AR]}),
     "reduce_scatter dim 0": Program(plain(scatter(0), (8, 3, H), W2), {"inference": [RS]}),
     "reduce_scatter dim 1": Program(plain(scatter(1), (3, 8, H), W2), {"inference": [RS]}, worlds=(2, 4)),

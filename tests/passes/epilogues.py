@@ -162,6 +162,11 @@ def one_is_read(x: Tensor, a: Tensor, z: Tensor, b: Tensor) -> tuple[Tensor, Ten
     return first + reduced(F.linear(z, b)), first.relu()
 
 
+def one_is_read_inside(x: Tensor, a: Tensor, z: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    first = F.linear(x, a)
+    return reduced(first + r) + reduced(F.linear(z, b)), first.relu()
+
+
 def sum_plus_mean(x: Tensor, a: Tensor, z: Tensor, b: Tensor) -> Tensor:
     return reduced(F.linear(x, a)) + reduced(F.linear(z, b), "avg")
 
@@ -211,6 +216,7 @@ PROGRAMS: dict[str, Program] = {
     "two reduced": fuses(AR, two_reduced, X3, W2, X3, W2, Y3, times=2, worlds=(2, 4)),
     "three scattered": fuses(RS, three_scattered, X3, W2, X3, W2, times=3),
     "two reduced, one is read": fuses(AR, one_is_read, X3, W2, X3, W2, times=2),
+    "two reduced, one is read inside": fuses(AR, one_is_read_inside, X3, W2, X3, W2, Y3, times=2),
     "sum plus mean": fuses(AR, sum_plus_mean, X3, W2, X3, W2, times=2),
     "two reduced, chained": fuses(AR, chained, X3, (H, H), (H, H), times=2),
 }

@@ -13,7 +13,6 @@ D  Every tensor that a permute, a split, a scale or a cast reads is a list of di
    with symbolic sizes, step by step; what lies between two scales or casts is described by itself.)
 S  What a split or narrow takes apart is one digit, not several that views have put side by side.
 W  The whole product (gathered tensor) is reduced (multiplied), not a narrow of it.
-E  Nobody reads the product before its last scale or cast: no output of the fused op has that value.
 X  A gathered tensor is multiplied as it is, not scaled, and in one dtype: all that read it cast it, or none.
 """
 
@@ -165,17 +164,15 @@ def _reduced(chain: Chain) -> Verdict:
     scatter = chain.collective == "reduce_scatter"
     steps = [*chain.before, *_to_front(chain)]
     product, stage = Follower.of(chain.shape), Follower.of(chain.shape)
-    described, cast, read, too_early = True, False, False, False
+    described, cast = True, False
     for step in steps:
         product.index = move(product.index, step) if step[0] in MOVES else product.index
         stage.step(step)
-        read |= step[0] == "read"
         if step[0] in STAGES and not (cast and step[0] == "cast"):  # the second cast changes nothing
             stage.need_digits()
             product.need_digits()
             described &= stage.described
             stage = Follower.of(product.index.shape)
-            too_early |= read
             cast |= step[0] == "cast"
     whole = product.index.numel() == index_of(chain.shape).numel()  # rule W
     world = chain.world if scatter else 1
@@ -185,7 +182,7 @@ def _reduced(chain: Chain) -> Verdict:
     found = places(product.index, chain.shape) if scatter and whole else ()
     if not (whole and described and product.described and stage.described) or (scatter and not found):
         return Verdict("layout")
-    return Verdict("extra_users") if too_early else Verdict(None, found)
+    return Verdict(None, found)
 
 
 def _to_front(chain: Chain) -> list[Step]:

@@ -212,20 +212,43 @@ def qkv_colwise(world: int, rank: int) -> tuple[Any, tuple[Any, ...]]:
     return model, (torch.randn(2, 4, D, requires_grad=True),)
 
 
+def gated(x: Tensor, gate: Tensor, h: Tensor, down: Tensor) -> Tensor:
+    """The shared expert of Qwen2-MoE: its output is scaled by a trained number a row."""
+    return Reduce.apply(F.linear(x, gate).sigmoid() * F.linear(h, down))
+
+
+def gated_scattered(x: Tensor, gate: Tensor, h: Tensor, down: Tensor) -> Tensor:
+    return Scatter.apply(F.linear(x, gate).sigmoid() * F.linear(h, down), 1)
+
+
+def gated_summand(x: Tensor, gate: Tensor, h: Tensor, down: Tensor, routed: Tensor) -> Tensor:
+    return Reduce.apply(routed + F.linear(x, gate).sigmoid() * F.linear(h, down))
+
+
+def gated_read(x: Tensor, gate: Tensor, h: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The matmul, a stage and the whole product are read, too."""
+    first = F.linear(h, down)
+    second = first * F.linear(x, gate).sigmoid()
+    whole = second * 0.5
+    return Reduce.apply(whole), first.sin() + second.cos(), whole.tanh()
+
+
 def gathered_loss(x: Tensor, w: Tensor) -> Tensor:
     return Gather.apply(F.linear(Copy.apply(x), w), -1).logsumexp(-1)
 
 
 def trained(
     fn: Any, *shapes: Any, forward: list[str], backward: list[str], tolerance: float = 1e-5,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, dynamic: bool | None = None,
 ) -> Program:  # fmt: skip
     fused = {"forward": forward, "backward": backward}
-    return Program(plain(fn, *shapes, grad=True, dtype=dtype), fused, grad=True, tolerance=tolerance)
+    build = plain(fn, *shapes, grad=True, dtype=dtype)
+    return Program(build, fused, grad=True, tolerance=tolerance, dynamic=dynamic)
 
 
 X3, UP, DOWN = (2, 4, H), (D, H), (H, D)
 SQUARE = (H, H)
+GATED = (X3, (1, H), (2, 4, D), (H, D))
 SEQUENCE = {"forward": [AG, RS], "backward": [AG, RS]}
 TENSOR = {"forward": [AR], "backward": [AR]}
 APART = {"forward": [AR], "backward": [AR, AR, AR]}
@@ -258,6 +281,24 @@ PROGRAMS: dict[str, Program] = {
     "q k v gather apart": Program(
         qkv_colwise, {"forward": [AG, RS], "backward": [AG, RS, RS, RS]}, grad=True, worlds=(2, 4)
     ),
+    "gated": trained(gated, *GATED, forward=[AR], backward=[]),
+    "gated, bf16": trained(gated, *GATED, forward=[AR], backward=[], tolerance=0.05, dtype=BF16),
+    "gated, dynamic": trained(gated, *GATED, forward=[AR], backward=[], dynamic=True),
+    "gated, scattered": Program(
+        plain(gated_scattered, X3, (H, H), (2, 4, D), (H, D), grad=True),
+        {"forward": [RS]},
+        {"backward": ["no_compute"]},
+        grad=True,
+    ),
+    "gated, scattered, dynamic": Program(
+        plain(gated_scattered, X3, (1, H), (2, 4, D), (H, D), grad=True),
+        {"forward": [RS]},
+        {"backward": ["no_compute"]},
+        grad=True,
+        dynamic=True,
+    ),
+    "gated summand": trained(gated_summand, *GATED, X3, forward=[AR], backward=[]),
+    "gated, read thrice": trained(gated_read, *GATED, forward=[AR], backward=[]),
     "loss of gathered logits": Program(
         plain(gathered_loss, X3, UP, grad=True),
         {"forward": [MG], "backward": [AR]},

@@ -82,7 +82,7 @@ CASES: dict[Reason, Case] = {
     Reason.NO_COMPUTE: Case(lambda x, w, group: funcol.all_reduce(x, "sum", group) @ w),
     Reason.LAYOUT: Case(lambda x, w, group: funcol.all_reduce((x @ w) + w[:2].view(2, 1, 8), "sum", group)),
     Reason.EXTRA_USERS: Case(
-        lambda x, w, group: (funcol.all_reduce((y := x @ w) * 2, "sum", group), torch.mm(y, w.t()))
+        lambda x, w, group: funcol.all_reduce((y := x @ w) * y.sigmoid(), "sum", group)
     ),
     Reason.UNEVEN: Case(_uneven),
     Reason.UNSUPPORTED_VARIANT: Case(options={"cpp_wrapper": True}),

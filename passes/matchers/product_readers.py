@@ -1,0 +1,52 @@
+"""Readers of a product, or of values within it, besides the collective."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autofuse.lowering.reference.bags import CONTRACTION as BAGS
+from autofuse.lowering.reference.grouped import CONTRACTION as GROUPED
+from autofuse.passes.graph.emit import Emitter
+from autofuse.passes.graph.layout import Layout
+from autofuse.passes.graph.paths import all_below, between
+
+from .contractions import Product
+
+
+def stages_of(found: Product) -> frozenset[fx.Node]:
+    """The inner nodes of a product of matmuls from its contraction on."""
+    if found.contraction is None or found.stages[0].startswith((GROUPED, BAGS)):
+        return frozenset()
+    first, _ = found.contraction
+    return found.inner & {first, *all_below([first])}
+
+
+def readers_inside(found: Product) -> tuple[fx.Node, ...]:
+    """Users of the values of `stages_of` that are no stages."""
+    users = {u: None for n in sorted(stages_of(found)) for u in n.users}
+    return tuple(u for u in users if u not in found.inner and u is not found.last)
+
+
+def extra_users(end: fx.Node, source: fx.Node, found: Product) -> tuple[fx.Node, ...]:
+    """Users, other than `end`, of the finished product or of views of it between the product and `end`."""
+    path = {found.last} | between(source, found.last)
+    for head, _ in found.heads:
+        path |= {head} | between(source, head)
+    users = {u: None for n in sorted(path) for u in n.users}
+    return tuple(u for u in users if u not in path and u is not end)
+
+
+def hand_out_product(emitter: Emitter, whole: fx.Node, found: Product) -> None:
+    """Let the readers of the finished product read `whole`, which has the product's shape."""
+    _hand_out(emitter, whole, found, found.last, found.last_layout)
+
+
+def hand_out_contraction(emitter: Emitter, whole: fx.Node, found: Product) -> None:
+    """Let the readers of the contraction, and of stages that are read elsewhere, read `whole`."""
+    assert found.contraction is not None
+    _hand_out(emitter, whole, found, *found.contraction)
+
+
+def _hand_out(emitter: Emitter, whole: fx.Node, found: Product, node: fx.Node, layout: Layout) -> None:
+    shape = emitter.shapes.of(node)
+    emitter.replace(node, emitter.rebuild(whole, Layout.of(found.shape), layout, shape))
