@@ -51,8 +51,6 @@ class Product:
     last: fx.Node
     """The last node of the epilogue, which has layout `last_layout` relative to P."""
     last_layout: Layout
-    contraction: tuple[fx.Node, Layout] | None = None
-    """Of a product with an epilogue: what the matmuls give, and its layout relative to P."""
     offsets: fx.Node | None = None
     """Of a grouped matmul: the ends of the row ranges of the experts."""
     inner: frozenset[fx.Node] = field(default=frozenset())
@@ -73,6 +71,8 @@ class Product:
     heads: tuple[tuple[fx.Node, Layout], ...] = ()
     """Of listed experts, if the epilogue ends before they are joined: the last node of each expert's
     epilogue, with its layout relative to `[1, R, N]`."""
+    contraction: tuple[fx.Node, Layout] | None = None
+    """Of a product with an epilogue: what the matmuls give, and its layout relative to P."""
 
     @property
     def text(self) -> str:

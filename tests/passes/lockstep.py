@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 import autofuse.lowering.ops  # noqa: F401  (defines torch.ops.autofuse)
 from autofuse.lowering.own_part import part_of_rank
-from autofuse.lowering.reference.product import product_reference
+from autofuse.lowering.reference.product import with_kept
 from autofuse.lowering.reference.tail import tail_reference
 
 c10d, fused = torch.ops._c10d_functional, torch.ops.autofuse
@@ -60,20 +60,20 @@ def _all_gather(calls: Calls) -> list[Tensor]:
 
 
 def _matmul_all_reduce(calls: Calls) -> list[list[Tensor]]:
-    products = [product_reference(*call[:4]) for call in calls]
+    products, kept = zip(*(with_kept(*call[:4]) for call in calls), strict=True)
     _, _, _, _, op, keep, *_ = calls[0]
     whole = _reduce(products, op)
     results = [tail_reference(whole, call[6], call[7]) for call in calls]
-    return [[*found, p] if keep else found for found, p in zip(results, products, strict=True)]
+    return [[*found, p] if keep else found for found, p in zip(results, kept, strict=True)]
 
 
 def _matmul_reduce_scatter(calls: Calls) -> list[list[Tensor]]:
-    products = [product_reference(*call[:4]) for call in calls]
+    products, kept = zip(*(with_kept(*call[:4]) for call in calls), strict=True)
     _, _, _, _, op, dim, outer, keep, *_ = calls[0]
     parts = _reduce(products, op).unflatten(dim, (outer, len(calls), -1)).unbind(dim + 1)
     parts = [part.flatten(dim, dim + 1) for part in parts]
     results = [tail_reference(part, call[8], call[9]) for part, call in zip(parts, calls, strict=True)]
-    return [[*found, p] if keep else found for found, p in zip(results, products, strict=True)]
+    return [[*found, p] if keep else found for found, p in zip(results, kept, strict=True)]
 
 
 def _all_gather_matmul(calls: Calls) -> list[list[Tensor]]:
