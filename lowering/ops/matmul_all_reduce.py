@@ -196,11 +196,6 @@ REDUCE_GAPS: tuple[Gap[Any], ...] = (
         "read the result of the collective instead, if that will do",
     ),
     Gap(
-        lambda args: args.keep_product and parse(args.product).keep,
-        "the matmul is read before its epilogue, too",
-        "move the epilogue behind the collective, if that will do",
-    ),
-    Gap(
         lambda args: not is_gpu_tail(args.tail, args.tail_operands),
         f"GPU kernels apply tails of up to {MOST_TAIL_OPERANDS} operands and {MOST_TAIL_RESULTS} results, "
         "of bfloat16, float16 and float32, which may be cast to float8, not {0.tail!r}",

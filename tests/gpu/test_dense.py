@@ -115,6 +115,7 @@ def test_a_bias_or_a_scale_before_the_sum(gpu_ranks: Pools, world: int, op: str,
 MADE = {
     "scaled": on_gpus.Made("mm; mul 0.5; to float32"),
     "read elsewhere": on_gpus.Made("mm; add %0", keep=True, tail="mul %0; keep; relu"),
+    "read before the epilogue": on_gpus.Made("mm; keep; mul %0; to float32", keep=True),
     "float32": on_gpus.Made("mm", dtype=torch.float32, keep=True),
     "many terms": on_gpus.Made("mm", terms=5),
     "rows of a table": on_gpus.Made("rows; masked_fill %0 0.0"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from autofuse.lowering.gpu.dense import factors
 from autofuse.lowering.gpu.dense.factors import BIASED, MADE, MULTIPLIED, SCALED, Factors
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
-from autofuse.lowering.reference.product import dtype_of, product_reference
+from autofuse.lowering.reference.product import dtype_of, product_reference, with_kept
 
 BF16, FP32 = torch.bfloat16, torch.float32
 M, K, N = 6, 16, 8
@@ -43,6 +43,7 @@ CASES = {
     "times 0": (X, W, [], "mm; mul 0", False, MADE),
     "times a tensor": (X, W, [new(M, 1)], "mm; mul %0", False, MADE),
     "scaled and cast": (X, W, [], "mm; mul 0.5; to float32", False, MADE),
+    "times a tensor, read before": (X, W, [new(M, 1)], "mm; keep; mul %0", True, MADE),
     "a sum": (X, W, [], "mm; add 0.5", False, MADE),
     "masked rows": ([PLACES], [TABLE], [MASK], "rows; masked_fill %0 0.0; to float16", False, MADE),
 }
@@ -58,7 +59,9 @@ def test_a_product(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = product_reference(x, w, operands, text)
     assert found.dtype == wanted.dtype == dtype_of(text, w[0].dtype, operands)
     out = torch.full_like(wanted, torch.nan)
-    for product in (found.product(), found.product(out), found.computed().product(), found.computed().x[0]):
+    computed, kept = found.computed()
+    torch.testing.assert_close(kept, with_kept(x, w, operands, text)[1], rtol=2e-2, atol=2e-2)
+    for product in (found.product(), found.product(out), computed.product(), computed.x[0]):
         torch.testing.assert_close(product, wanted, rtol=2e-2, atol=2e-2)
         assert product.is_contiguous()
     assert torch.equal(out, found.product())

@@ -112,9 +112,7 @@ def _epilogues(rank: int, world: int, order: str) -> None:
                 y, p = _call(x, w, operands, product, "avg", True, order)
                 first, _, stages = product.partition("; ")
                 again, kept = _call(x, w, operands, f"{first}; keep; {stages}", "avg", True, order)
-                torch.testing.assert_close(
-                    kept, contract(parse(first), x, w, operands), rtol=0.03, atol=0.03
-                )
+                torch.testing.assert_close(kept, contract(parse(first), x, w, operands), rtol=0.03, atol=0.03)
                 expected = product_reference(x, w, operands, product)
                 # A tile is computed by another matmul than the whole: one rounding apart per stage.
                 torch.testing.assert_close(p, expected, rtol=0.03, atol=0.03)

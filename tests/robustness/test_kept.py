@@ -81,9 +81,7 @@ CASES: dict[Reason, Case] = {
     Reason.DTYPE: Case(dtype=torch.float64),
     Reason.NO_COMPUTE: Case(lambda x, w, group: funcol.all_reduce(x, "sum", group) @ w),
     Reason.LAYOUT: Case(lambda x, w, group: funcol.all_reduce((x @ w) + w[:2].view(2, 1, 8), "sum", group)),
-    Reason.EXTRA_USERS: Case(
-        lambda x, w, group: funcol.all_reduce((y := x @ w) * y.sigmoid(), "sum", group)
-    ),
+    Reason.EXTRA_USERS: Case(lambda x, w, group: funcol.all_reduce((y := x @ w) * y.sigmoid(), "sum", group)),
     Reason.UNEVEN: Case(_uneven),
     Reason.UNSUPPORTED_VARIANT: Case(options={"cpp_wrapper": True}),
     Reason.POLICY_NEVER: Case(options={"policy": "never"}),

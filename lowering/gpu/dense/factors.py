@@ -14,7 +14,7 @@ from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.ops.matmul_all_reduce import BIASED as ONE_WITH_BIAS
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, is_gpu_tail
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
-from autofuse.lowering.reference.product import contract, dtype_of, epilogue, parse
+from autofuse.lowering.reference.product import contract, dtype_of, epilogue, keeps_contraction, parse
 from autofuse.native_kernels.gpu.state import MOST_TERMS
 
 from .tails import behind, tail_of
@@ -60,10 +60,14 @@ class Factors(NamedTuple):
         """Of the product."""
         return dtype_of(self.text, self.w[0].dtype, self.operands)
 
-    def computed(self) -> Factors:
-        """The form in which a kernel takes a product that it only exchanges: torch computes the product, x is
-        the product alone, and w is empty."""
-        return Factors([self.product()], [])
+    def computed(self) -> tuple[Factors, Tensor]:
+        """The form in which a kernel takes a product that it only exchanges, and what `keep_product` returns:
+        torch computes the product, x is the product alone, and w is empty."""
+        if not (self.w and keeps_contraction(self.text)):
+            product = self.product()
+            return Factors([product], []), product
+        total = contract(parse(self.text), self.x, self.w, self.operands).contiguous()
+        return Factors([self._staged(total, None)], []), total
 
     def product(self, out: Tensor | None = None) -> Tensor:
         """The product by torch, contiguous. Of matmuls, every term is added in fp32, and rounded."""
@@ -82,7 +86,7 @@ class Factors(NamedTuple):
 
     def _staged(self, value: Tensor, out: Tensor | None) -> Tensor:
         """What the stages of a product make of its contraction: in one kernel, if it can be one."""
-        _, _, stages = self.text.partition(";")
+        _, _, stages = self.text.replace("; keep;", ";").partition(";")
         if not stages or not is_gpu_tail(stages, self.operands):
             found = epilogue(value, self.operands, self.text)
             return found.contiguous() if out is None else out.copy_(found)

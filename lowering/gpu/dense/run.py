@@ -118,8 +118,10 @@ class Reduction:
         # torch multiplies before the guard of the launch is asked, so what Python can check comes first.
         if launcher.is_short and (not self._takes_product or (launcher.is_next() and launcher.goes_on())):
             taken = operands if self._takes_tail else ()
+            kept: Tensor | None = None
             if self._takes_product:
-                given: Sequence[Tensor] = (of.product(),)
+                of, kept = of.computed()
+                given = of.x
             else:
                 bias = of.bias
                 given, taken = (*of.x, *of.w), taken if bias is None else (bias, *taken)
@@ -127,17 +129,18 @@ class Reduction:
             if found is None:
                 return None
             results = self._of_tail(found) if self._takes_tail else self._then(found[0], operands)
-            return [*results, *given] if self._keep else results
+            return results if not self._keep or kept is None else [*results, kept]
         return self(of, operands) if launcher.goes_on() else None
 
     def __call__(
         self, of: Factors, operands: Sequence[Tensor] = (), trace: Tensor | None = None
     ) -> list[Tensor]:
         memory = None if self._is_replaced else self._launcher.enter(self._problem.programs, trace)
+        kept: Tensor | None = None
         if memory is None or self._takes_product or self._keep:
-            of = of.computed()
+            of, kept = of.computed()
         results = self._reduced(memory, of, operands)
-        return [*results, *of.x] if self._keep else results
+        return [*results, kept] if self._keep and kept is not None else results
 
     def _reduced(self, memory: PeerMemory | None, of: Factors, operands: Sequence[Tensor]) -> list[Tensor]:
         """The sum or, with a tail, its results. Without memory the product is computed already."""
