@@ -26,15 +26,17 @@ def _operands(rank: int, m: int) -> tuple[Tensor, Tensor]:
 def _reduction(group: str, x: Tensor, w: Tensor, copied: bool = False) -> Callable[[], Tensor]:
     """Calls of matmul_all_reduce in a fused way."""
     from autofuse.lowering.gpu.choice.kernel import ways_of
+    from autofuse.lowering.gpu.dense.factors import Factors
     from autofuse.lowering.gpu.dense.run import Reduction, problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     workspace = workspace_for(group, torch.device("cuda", torch.cuda.current_device()))
     problem = problem_of("matmul_all_reduce", x, w, workspace)
     way = next(way for way in ways_of(problem).values() if way.fused and way.is_copied == copied)
+    factors = Factors([x], [w])
 
     def call() -> Tensor:
-        return Reduction(workspace, way, problem, w.stride(), False, "direct", "a.py:1")([x], [w])[0]
+        return Reduction(workspace, way, problem, w.stride(), False, "direct", "a.py:1")(factors)[0]
 
     return call
 
