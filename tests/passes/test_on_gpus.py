@@ -322,8 +322,8 @@ def reduced(x: Tensor, w: Tensor, b: Tensor, how: str) -> Tensor | tuple[Tensor,
         return funcol.reduce_scatter_tensor(torch.cat(y.chunk(WORLD, 1)), "sum", 0, "0")
     if how == "scattered":
         return funcol.reduce_scatter_tensor(y, "sum", 0, "0")
-    total = funcol.all_reduce(y, "sum", "0")
-    return (total, y) if how == "read elsewhere" else total
+    total = funcol.all_reduce(y * x[:, :1] if how == "read before a stage" else y, "sum", "0")
+    return (total, y) if how.startswith("read") else total
 
 
 @pytest.mark.parametrize(
@@ -335,6 +335,7 @@ def reduced(x: Tensor, w: Tensor, b: Tensor, how: str) -> Tensor | tuple[Tensor,
         ("scaled", (32,), ""),
         ("cast", (32,), ""),
         ("read elsewhere", (32,), ""),
+        ("read before a stage", (32,), ""),
         ("columns", (32,), ""),
         (
             "columns scaled",
