@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autofuse.lowering.reference.product import evaluate, parse, product_backward, product_reference
+from autofuse.lowering.reference.product import (
+    evaluate,
+    parse,
+    product_backward,
+    product_reference,
+    with_kept,
+)
 from tests.ops.dense import seeded
 
 
@@ -20,6 +26,8 @@ def test_parse() -> None:
     scaled = parse("addmm %0 0.5 2; where %1 %2; relu")
     assert (scaled.inputs, scaled.beta, scaled.alpha) == ((0,), 0.5, 2)
     assert (scaled.stages[0].mask, scaled.stages[0].operand) == (1, 2)
+    assert parse("mm; keep; neg").keep
+    assert [stage.name for stage in parse("mm; keep; neg").stages] == ["neg"]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +49,10 @@ def test_parse() -> None:
         "mm; masked_fill %0",
         "mm; to float33",
         "mm;",
+        "mm; keep",
+        "mm; relu; keep; neg",
+        "mm; keep %0; neg",
+        "grouped %0; keep; sum 2",
     ],
 )
 def test_malformed(product: str) -> None:
@@ -62,6 +74,8 @@ def test_malformed(product: str) -> None:
         "mm; masked_fill %2 %0; to float32; relu",
         "mm; masked_fill %2 0.5; where %2 -1; add %0",
         "mm; masked_fill %2 -1e-05; where %2 3",
+        "mm; keep; mul %1; neg; sub 0.5",
+        "addmm %0; keep; where %2 -1; to float32",
     ],
 )
 @pytest.mark.parametrize("terms", [1, 3])
@@ -72,8 +86,9 @@ def test_evaluate_has_the_bits_of_the_graph(product: str, dtype: torch.dtype, te
     operands.append(torch.tensor(-1.0, dtype=dtype))
     expected = product_reference(x, w, operands, product)
     out = torch.full_like(expected, torch.nan)
-    evaluate(out, x, w, operands, product)
+    kept = evaluate(out, x, w, operands, product)
     assert torch.equal(out, expected)
+    assert torch.equal(kept, with_kept(x, w, operands, product)[1])
 
 
 def test_promotion_by_an_operand() -> None:
@@ -113,6 +128,7 @@ def test_gradients() -> None:
         ("mm; mul %0", "no gradient for its operand %0"),
         ("mm; relu", "relu does not keep its input"),
         ("addmm %0 1 2", "scales the matmul"),
+        ("mm; keep; neg", "for graphs behind autograd"),
     ],
 )
 def test_no_gradient(product: str, message: str) -> None:

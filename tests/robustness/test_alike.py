@@ -123,6 +123,10 @@ def _sum_of_a_product_read_on_one_rank(rank: int, world: int) -> list[str]:
     return _sum_of_two(rank, biased=False, read=rank == 0)
 
 
+def _biased_sum_read_inside_on_one_rank(rank: int, world: int) -> list[str]:
+    return _sum_of_two(rank, biased=True, read=rank == 0)
+
+
 def _sum_of_two(rank: int, biased: bool, read: bool) -> list[str]:
     """Reductions that become one on all ranks."""
     group, (x, w), bias = fresh_group(), _operands(rank), integers(9, 4, 8)
@@ -136,7 +140,7 @@ def _sum_of_two(rank: int, biased: bool, read: bool) -> list[str]:
     return _compare(fn)
 
 
-def _read_by_another_group(rank: int, world: int) -> list[str]:
+def _read_by_another_group(rank: int, world: int, factor: float | None = None) -> list[str]:
     """One rank hands the product to an earlier collective, of a group that the others are not in."""
     group, (x, w), alone = fresh_group(), _operands(rank), dist.new_group([0])
 
@@ -144,7 +148,23 @@ def _read_by_another_group(rank: int, world: int) -> list[str]:
         product, more = x @ w, torch.zeros(())
         if rank == 0:
             more = funcol.all_reduce(product.sin(), "sum", alone).sum()
-        return funcol.all_reduce(product, "sum", group) + more
+        mine = product if factor is None else product * factor
+        return funcol.all_reduce(mine, "sum", group) + more
+
+    return _compare(fn)
+
+
+def _read_inside_by_another_group(rank: int, world: int) -> list[str]:
+    return _read_by_another_group(rank, world, factor=2.0)
+
+
+def _read_inside_on_one_rank(rank: int, world: int) -> list[str]:
+    group, (x, w) = fresh_group(), _operands(rank)
+
+    def fn() -> Tensor:
+        product = x @ w
+        y = funcol.all_reduce(product * 2, "sum", group)
+        return y + product.sin() if rank == 0 else y
 
     return _compare(fn)
 
@@ -210,7 +230,10 @@ def _from_another_folder(rank: int, world: int, directory: str) -> list[str]:
         (_gathered_for_one_rank, ["matmul_all_gather"]),
         (_biased_sum, ["matmul_all_reduce"] * 2),
         (_sum_of_a_product_read_on_one_rank, ["matmul_all_reduce"] * 2),
+        (_biased_sum_read_inside_on_one_rank, ["matmul_all_reduce"] * 2),
         (_read_by_another_group, ["matmul_all_reduce"]),
+        (_read_inside_by_another_group, ["matmul_all_reduce"]),
+        (_read_inside_on_one_rank, ["matmul_all_reduce"]),
     ],
 )
 def test_programs_that_differ_by_rank(ranks: Ranks, fn: Callable[..., Any], fused: list[str]) -> None:
