@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autofuse.lowering.reference.product import keeps_contraction, without_keep
+
 from .graph.anchors import is_fused
 from .graph.emit import Emitter, erase_unused, order_nodes
 from .graph.follow import Shapes, argument, aten, dtype_of, follow, is_cast, is_view
@@ -173,8 +175,8 @@ def _mergeable(summand: Summand) -> fx.Node | None:
 
 
 def _text(op: fx.Node) -> str:
-    """The product without `keep`: a rank that reads the matmul elsewhere merges as those that do not."""
-    return str(op.args[3]).replace("; keep;", ";")
+    """The product without `keep`: ranks that read the matmul elsewhere and ranks that do not merge alike."""
+    return without_keep(str(op.args[3]))
 
 
 def _adds_rows(op: fx.Node) -> bool:
@@ -230,12 +232,12 @@ def _remove(summand: fx.Node) -> None:
 
 
 def _hand_out(op: fx.Node) -> fx.Node:
-    """The product of an op by torch. Readers of what the op keeps read that of torch."""
+    """The product of an op, computed by torch. Readers of the op's kept output read the value of torch."""
     emitter = Emitter(op, Shapes())
     total = _contraction(emitter, op)
     product = _staged(emitter, op, total)
     for item in [user for user in op.users if user.args[1] == 1]:
-        item.replace_all_uses_with(total if _text(op) != op.args[3] else product)
+        item.replace_all_uses_with(total if keeps_contraction(str(op.args[3])) else product)
         erase_unused([item])
     return product
 
@@ -259,6 +261,7 @@ def _multiplied(emitter: Emitter, op: fx.Node) -> fx.Node:
 
 
 def _contraction(emitter: Emitter, op: fx.Node) -> fx.Node:
+    """The sum of the matmuls of an op, computed by torch."""
     operands, text = op.args[2:4]
     products = [emitter.call(aten.mm.default, x, w) for x, w in zip(*op.args[:2], strict=True)]
     if not str(text).startswith("mm"):
@@ -268,7 +271,7 @@ def _contraction(emitter: Emitter, op: fx.Node) -> fx.Node:
 
 
 def _staged(emitter: Emitter, op: fx.Node, product: fx.Node) -> fx.Node:
-    """What the stages of an op make of its matmuls."""
+    """The product of an op, given the sum of its matmuls."""
     operands = op.args[2]
     for stage in _text(op).split("; ")[1:]:
         if stage == "to float32":

@@ -14,12 +14,7 @@ from torch import Tensor
 
 from autofuse.lowering.cpu.workspace import Call
 from autofuse.lowering.cpu.workspaces import workspace_for
-from autofuse.lowering.reference.product import (
-    evaluate,
-    keeps_contraction,
-    parse,
-    product_reference,
-)
+from autofuse.lowering.reference.product import evaluate, keeps_contraction, parse, product_reference
 from autofuse.native_kernels.cpu import DTYPES
 
 Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
@@ -140,12 +135,12 @@ def run(op: str, args: Arguments, kind: Kind, tail_operands: Sequence[Tensor] = 
     has_product = recipe.whole or (keep and not apart)
     product = x[0].new_empty(recipe.shape if has_product else (0, 0), dtype=recipe.dtype)
     kept = product
-    if keep and apart and not recipe.whole:
+    if recipe.whole:
+        kept = evaluate(product, x, args.w, args.operands, args.product)
+    elif keep and apart:
         dtype = parse(args.product).out_dtype or args.w[0].dtype
         kept = x[0].new_empty((x[0].shape[0], args.w[0].shape[-1]), dtype=dtype)
     results = [x[0].new_empty(shape, dtype=dtype) for shape, dtype in recipe.results]
-    if recipe.whole:
-        kept = evaluate(product, x, args.w, args.operands, args.product)
     with workspace.call(op, args.site, recipe.key, recipe.nbytes) as call:
         state = State(call, x, args.w, args.operands, out, product, tail_operands, results, kept)
         for step in recipe.steps:

@@ -7,8 +7,8 @@
     dgrad     dx[i] = G @ w[i]^T
     wgrad     dw[i] = x[i]^T @ G
 
-With `avg` both sums are means. With `keep_product` P is returned too and its own gradient is added to G; or
-the sum of the matmuls, where `keep` stands before the stages of the product. That form has no gradient.
+With `avg` both sums are means. With `keep_product` P is returned too and its own gradient is added to G. If
+the product has the stage `keep`, the sum of the matmuls is returned in place of P, and there is no gradient.
 A `tail` (`reference/tail.py`) is applied to Y; its kept values are returned between Y and P. It has no
 gradient. `proof`: what proves that its operands are replicated, or `unproven`; empty if owners are not asked.
 """

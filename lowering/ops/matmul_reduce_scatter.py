@@ -8,8 +8,8 @@
     dgrad     dx[i] = G @ w[i]^T                         one all_gather_matmul with all w[i]^T, which keeps G
     wgrad     dw[i] = x[i]^T @ G
 
-With `avg` G is divided by W. With `keep_product` P is returned too and its own gradient is added to G; or the
-sum of the matmuls, where `keep` stands before the stages of the product. That form has no gradient.
+With `avg` G is divided by W. With `keep_product` P is returned too and its own gradient is added to G. If the
+product has the stage `keep`, the sum of the matmuls is returned in place of P, and there is no gradient.
 A `tail` (`reference/tail.py`) is applied to y; its kept values are returned between y and P. It has no
 gradient. Its norms need whole rows (dim 0). `proof` is empty: no rank applies it for another one.
 """

@@ -9,8 +9,8 @@
     add sub mul div           with `%i` (an operand) or a number: P = P op it
     neg; relu; to bfloat16
     where %0 %1               P = P where operands[0], else operands[1] (or a number)
-    keep                      first of the stages: `keep_product` returns what the matmuls give, not P
     masked_fill %0 0.0        P = a number (or an operand) where operands[0], else P
+    keep                      no step; only as the first stage: `keep_product` returns the contraction, not P
 
 `mm; mul %0; to bfloat16` is `(x @ w * operands[0]).to(bfloat16)`. `x[i]: [M, K_i]`, `w[i]: [K_i, N]`;
 operands broadcast against `[M, N]`. Every stage is the torch op that the unfused graph had, on rows and
@@ -59,8 +59,8 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Product:
     """A parsed product. `inputs` are the operands of the contraction, `out_dtype` is that of scaled_mm,
-    `beta` and `alpha` are those of addmm, `pooling` is that of bags. `keep`: `keep_product` returns the
-    contraction."""
+    `beta` and `alpha` are those of addmm, `pooling` is that of bags. `keep`: whether the
+    stage `keep` follows the contraction."""
 
     contraction: str
     inputs: tuple[int, ...]
@@ -276,8 +276,13 @@ def is_grouped(product: str) -> bool:
 
 
 def keeps_contraction(product: str) -> bool:
-    """Whether `keep_product` returns what the product is before any stage."""
+    """Whether `keep_product` returns the contraction in place of P."""
     return is_grouped(product) or parse(product).keep
+
+
+def without_keep(product: str) -> str:
+    """The same product without the stage `keep`."""
+    return product.replace("; keep;", ";")
 
 
 def is_pooled(product: str) -> bool:

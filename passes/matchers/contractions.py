@@ -72,7 +72,7 @@ class Product:
     """Of listed experts, if the epilogue ends before they are joined: the last node of each expert's
     epilogue, with its layout relative to `[1, R, N]`."""
     contraction: tuple[fx.Node, Layout] | None = None
-    """Of a product with an epilogue: what the matmuls give, and its layout relative to P."""
+    """Of a product with an epilogue: the node of the contraction, and its layout relative to P."""
 
     @property
     def text(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 
 from autofuse.lowering.reference.bags import CONTRACTION as BAGS
@@ -23,8 +25,7 @@ def stages_of(found: Product) -> frozenset[fx.Node]:
 
 def readers_inside(found: Product) -> tuple[fx.Node, ...]:
     """Users of the values of `stages_of` that are no stages."""
-    users = {u: None for n in sorted(stages_of(found)) for u in n.users}
-    return tuple(u for u in users if u not in found.inner and u is not found.last)
+    return tuple(u for u in _users(stages_of(found)) if u not in found.inner and u is not found.last)
 
 
 def extra_users(end: fx.Node, source: fx.Node, found: Product) -> tuple[fx.Node, ...]:
@@ -32,8 +33,12 @@ def extra_users(end: fx.Node, source: fx.Node, found: Product) -> tuple[fx.Node,
     path = {found.last} | between(source, found.last)
     for head, _ in found.heads:
         path |= {head} | between(source, head)
-    users = {u: None for n in sorted(path) for u in n.users}
-    return tuple(u for u in users if u not in path and u is not end)
+    return tuple(u for u in _users(path) if u not in path and u is not end)
+
+
+def _users(nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
+    """Each user once, in the order of the graph's nodes that it reads."""
+    return dict.fromkeys(u for n in sorted(nodes) for u in n.users)
 
 
 def hand_out_product(emitter: Emitter, whole: fx.Node, found: Product) -> None:
@@ -42,7 +47,7 @@ def hand_out_product(emitter: Emitter, whole: fx.Node, found: Product) -> None:
 
 
 def hand_out_contraction(emitter: Emitter, whole: fx.Node, found: Product) -> None:
-    """Let the readers of the contraction, and of stages that are read elsewhere, read `whole`."""
+    """Let the readers of the contraction read `whole`. Stages that others read are computed from it."""
     assert found.contraction is not None
     _hand_out(emitter, whole, found, *found.contraction)
 

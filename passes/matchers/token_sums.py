@@ -221,8 +221,8 @@ def _is_index(index: object) -> TypeGuard[fx.Node]:
 
 
 def made_of_rows(found: Product) -> set[fx.Node]:
-    """Views of the contraction of a grouped product, and its rows with a bias or a mask. Others may read
-    these, too: the fused op hands out the contraction, and torch makes them of it."""
+    """Views of the contraction of a grouped product, and its rows with a bias or a mask. Other ops may read
+    these values: the fused op returns the contraction, and torch computes the values from it."""
     made: set[fx.Node] = set()
     work = [found.rows] if found.rows is not None else []
     while work:

@@ -96,9 +96,9 @@ def check(got: list[Tensor], case: Case, reference: tuple[list[Tensor], int]) ->
         if (off := found.isnan()).any():
             return f"table {table}, not written: {first_wrong(found, want, off)}"
         over = (found - want).abs() / (torch.finfo(case.table).eps * want.abs() + small)
-        if (over > 1).any():
+        if (off := over > 1).any():
             most = f"{float(over.max()):.2f} times the bound"
-            return f"table {table}, {most}: {first_wrong(found, want, over > 1)}"
+            return f"table {table}, {most}: {first_wrong(found, want, off)}"
     return ""
 
 

@@ -225,7 +225,7 @@ class Made:
 
 
 def made(rank: int, world: int, op: str, m: int, of: Made) -> dict[str, float]:
-    """The largest error of every way; what is kept is returned with the bits that torch gives it."""
+    """The largest error of each way. The output of `keep_product` must have the bits that torch computes."""
     from autofuse.lowering.gpu import by_name
     from autofuse.lowering.reference.product import with_kept
     from autofuse.lowering.reference.tail import tail_reference

@@ -14,7 +14,14 @@ from autofuse.lowering.gpu.operands import aligned
 from autofuse.lowering.ops.matmul_all_reduce import BIASED as ONE_WITH_BIAS
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce, is_gpu_tail
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
-from autofuse.lowering.reference.product import contract, dtype_of, epilogue, keeps_contraction, parse
+from autofuse.lowering.reference.product import (
+    contract,
+    dtype_of,
+    epilogue,
+    keeps_contraction,
+    parse,
+    without_keep,
+)
 from autofuse.native_kernels.gpu.state import MOST_TERMS
 
 from .tails import behind, tail_of
@@ -66,7 +73,7 @@ class Factors(NamedTuple):
         if not (self.w and keeps_contraction(self.text)):
             product = self.product()
             return Factors([product], []), product
-        total = contract(parse(self.text), self.x, self.w, self.operands).contiguous()
+        total = self._contracted()
         return Factors([self._staged(total, None)], []), total
 
     def product(self, out: Tensor | None = None) -> Tensor:
@@ -75,7 +82,7 @@ class Factors(NamedTuple):
         if not w:
             return x[0] if out is None else out.copy_(x[0])
         if self.kind in (SCALED, MADE):
-            return self._staged(contract(parse(self.text), x, w, self.operands).contiguous(), out)
+            return self._staged(self._contracted(), out)
         if self.kind == BIASED:
             total = torch.addmm(self.operands[0], x[0], w[0], out=out)
         else:
@@ -84,9 +91,13 @@ class Factors(NamedTuple):
             total.addmm_(xi, wi)
         return total
 
+    def _contracted(self) -> Tensor:
+        """The product before its stages, contiguous."""
+        return contract(parse(self.text), self.x, self.w, self.operands).contiguous()
+
     def _staged(self, value: Tensor, out: Tensor | None) -> Tensor:
         """What the stages of a product make of its contraction: in one kernel, if it can be one."""
-        _, _, stages = self.text.replace("; keep;", ";").partition(";")
+        _, _, stages = without_keep(self.text).partition(";")
         if not stages or not is_gpu_tail(stages, self.operands):
             found = epilogue(value, self.operands, self.text)
             return found.contiguous() if out is None else out.copy_(found)

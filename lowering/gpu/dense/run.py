@@ -118,10 +118,10 @@ class Reduction:
         # torch multiplies before the guard of the launch is asked, so what Python can check comes first.
         if launcher.is_short and (not self._takes_product or (launcher.is_next() and launcher.goes_on())):
             taken = operands if self._takes_tail else ()
-            kept: Tensor | None = None
+            kept: list[Tensor] = []
             if self._takes_product:
-                of, kept = of.computed()
-                given = of.x
+                of, product = of.computed()
+                given, kept = of.x, [product] * self._keep
             else:
                 bias = of.bias
                 given, taken = (*of.x, *of.w), taken if bias is None else (bias, *taken)
@@ -129,18 +129,18 @@ class Reduction:
             if found is None:
                 return None
             results = self._of_tail(found) if self._takes_tail else self._then(found[0], operands)
-            return results if not self._keep or kept is None else [*results, kept]
+            return [*results, *kept]
         return self(of, operands) if launcher.goes_on() else None
 
     def __call__(
         self, of: Factors, operands: Sequence[Tensor] = (), trace: Tensor | None = None
     ) -> list[Tensor]:
         memory = None if self._is_replaced else self._launcher.enter(self._problem.programs, trace)
-        kept: Tensor | None = None
+        kept: list[Tensor] = []
         if memory is None or self._takes_product or self._keep:
-            of, kept = of.computed()
-        results = self._reduced(memory, of, operands)
-        return [*results, kept] if self._keep and kept is not None else results
+            of, product = of.computed()
+            kept = [product] * self._keep
+        return [*self._reduced(memory, of, operands), *kept]
 
     def _reduced(self, memory: PeerMemory | None, of: Factors, operands: Sequence[Tensor]) -> list[Tensor]:
         """The sum or, with a tail, its results. Without memory the product is computed already."""
