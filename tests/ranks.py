@@ -17,8 +17,11 @@ from functools import partial
 from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 START_S = 200.0  # the server of ranks imports torch and compiles, on a loaded machine
 EXIT_S = 20.0  # until the server of ranks tells how one has ended, on a loaded machine
@@ -186,12 +189,12 @@ class Pools:
                 pool.close()
 
 
-def fresh_group() -> str:
+def fresh_group() -> "GroupName":
     """Name of a new group of all ranks: a test that spoils its workspace does not spoil the next one's."""
     import torch.distributed as dist
 
     group = dist.new_group(list(range(dist.get_world_size())))
-    name: str = group.group_name
+    name: GroupName = group.group_name
     return name
 
 

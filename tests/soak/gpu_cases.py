@@ -7,6 +7,7 @@ result must be exact whatever the way, the order and the world. Every rank makes
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 from zlib import crc32
 
@@ -56,7 +57,13 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     return (x.double() @ w.double()).to(BF16)
 
 
-def _dense(rank: int, world: int, m: int, k: int, n: int, group: ProcessGroup) -> Iterator[Case]:
+def _one(found: object) -> Tensor:
+    """What an op returns that was given one weight, not a list."""
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _dense(rank: int, world: int, group: ProcessGroup, m: int, k: int, n: int) -> Iterator[Case]:
     size = f"{m} x {k} x {n}"
     x = [numbers(r, m, k) for r in range(world)]
     w = [numbers(100 + r, k, n) for r in range(world)]
@@ -79,7 +86,7 @@ def _dense(rank: int, world: int, m: int, k: int, n: int, group: ProcessGroup) -
         parts = [t[: m // world].contiguous() for t in x]
         yield Case(
             f"all_gather_matmul {size}",
-            lambda: ops.all_gather_matmul(parts[rank], w[rank], group=group),  # type: ignore[arg-type,return-value]
+            lambda: _one(ops.all_gather_matmul(parts[rank], w[rank], group=group)),
             _product(torch.cat(parts), w[rank]),
         )
 
@@ -98,7 +105,7 @@ def _fixed(rank: int, world: int, rows: int, group: ProcessGroup) -> Iterator[Ca
     gathered = torch.stack([t[rank] for t in held], 1).reshape(EXPERTS, world * rows, HIDDEN)
     yield Case(
         f"dispatch {rows} rows",
-        lambda: ops.all_to_all_expert_matmul(held[rank], w[rank], group=group),  # type: ignore[arg-type,return-value]
+        lambda: _one(ops.all_to_all_expert_matmul(held[rank], w[rank], group=group)),
         _product(gathered, w[rank]),
     )
 
@@ -122,8 +129,15 @@ def _dropless(rank: int, world: int, rows: int, group: ProcessGroup) -> Iterator
     offsets = ends(len(arrived))
     yield Case(
         f"dropless dispatch {rows} rows",
-        lambda: ops.all_to_all_expert_matmul(  # type: ignore[arg-type,return-value]
-            x[rank], w[rank], offsets=offsets, output_splits=receives, input_splits=sends[rank], group=group
+        lambda: _one(
+            ops.all_to_all_expert_matmul(
+                x[rank],
+                w[rank],
+                offsets=offsets,
+                output_splits=receives,
+                input_splits=sends[rank],
+                group=group,
+            )
         ),
         by_expert(arrived, w[rank]),
     )
@@ -183,11 +197,10 @@ Maker = Callable[[int, int, ProcessGroup], Iterator[Case]]
 
 def makers(draw: random.Random) -> list[Maker]:
     """Some sizes of every op; each new way takes seconds to compile."""
-    sizes = draw.sample([(m, *weight) for m in TOKENS for weight in WEIGHTS], SIZES)
+    sizes = draw.sample([(m, k, n) for m in TOKENS for k, n in WEIGHTS], SIZES)
     rows, elements = draw.choice(EXPERT_ROWS), draw.choice(ELEMENTS)
-    found: list[Maker] = [lambda r, w, g, s=s: _dense(r, w, *s, g) for s in sizes]  # type: ignore[misc]
     return [
-        *found,
+        *(partial(_dense, m=m, k=k, n=n) for m, k, n in sizes),
         lambda r, w, g: _fixed(r, w, rows, g),
         lambda r, w, g: _dropless(r, w, rows, g),
         lambda r, w, g: _step(r, w, elements, g),

@@ -33,7 +33,7 @@ def update(rank: int, world: int, size: int, group: str) -> Case:
     numbers = torch.tensor(
         [numbers_at(sgd_terms(0.0, 0.0, 0.0, False), 1, -1.0)] * len(sizes), dtype=torch.float64
     )
-    exact = torch.cat([sum(of_ranks) for of_ranks in zip(*grads, strict=True)]).double()  # type: ignore[arg-type]
+    exact = torch.cat([sum(of_ranks) for of_ranks in zip(*grads, strict=True)]).double()
 
     def run(factor: float) -> torch.Tensor:
         params = [torch.zeros(n) for n in sizes]
