@@ -3,6 +3,7 @@
 import random
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,15 +11,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.gpu.embedding_on_gpus import on_device, problem_of, some_of
-from tests.gpu.on_gpus import capturable, poison
+from tests.gpu.on_gpus import capturable, group_of_all, poison
 from tests.gpu.telling import about, first_wrong
-from tests.ops.bags import Case, arrange, doubled, inputs_of, pooled
+from tests.ops.bags import Case, Inputs, arrange, doubled, inputs_of, pooled
 from tests.ranks import fresh_group
 
-Inputs = tuple[list[Tensor], ...]
+if TYPE_CHECKING:
+    from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 
 
-def backward_problem(case: Case):  # type: ignore[no-untyped-def]
+def backward_problem(case: Case) -> "ExchangeProblem":
     from autofuse.lowering.gpu.embedding.ways import BACKWARD
 
     return replace(problem_of(case), op=BACKWARD)
@@ -59,7 +61,6 @@ def wanted(case: Case, rank: int) -> tuple[list[Tensor], int]:
 def call(
     way: str, case: Case, inputs: Inputs, grad: Tensor, group: str = "", keep: bool = False
 ) -> list[Tensor]:
-
     from autofuse.lowering.gpu.choice.kernel import ways_of
     from autofuse.lowering.gpu.embedding.call import tables_of
     from autofuse.lowering.gpu.embedding.run import exchange_backward
@@ -70,7 +71,7 @@ def call(
     )
 
     device = torch.device("cuda", torch.cuda.current_device())
-    workspace = workspace_for(group or dist.group.WORLD.group_name, device)
+    workspace = workspace_for(group or group_of_all().group_name, device)
     problem, tables = backward_problem(case), tables_of(*inputs, *case.options)
     found = ways_of(problem)[way]
     if found.fused:
@@ -78,12 +79,25 @@ def call(
         results = exchange_backward(workspace, found, problem, gradients, grad, keep, "test")
         if results is not None:
             return results
-    sizes, dtype = [w.shape[0] for w in tables.weights], tables.weights[0].dtype
     arguments = AllToAllEmbeddingBagBackward(
-        grad, *map(list, (tables.indices, tables.offsets, tables.samples)), sizes, tables.dims, tables.mode,
-        tables.last, tables.padding, dtype, [False] * len(sizes), list(problem.columns), problem.layout, keep,
-        workspace.group_name, "direct", "test",
-    )  # fmt: skip
+        grad=grad,
+        indices=list(tables.indices),
+        offsets=list(tables.offsets),
+        per_sample_weights=list(tables.samples),
+        num_embeddings=[w.shape[0] for w in tables.weights],
+        dims=tables.dims,
+        mode=tables.mode,
+        include_last_offset=tables.last,
+        padding_idx=tables.padding,
+        dtype=tables.weights[0].dtype,
+        sparse=[False] * len(tables.weights),
+        columns=list(problem.columns),
+        layout=problem.layout,
+        keep_exchanged=keep,
+        group_name=workspace.group_name,
+        order="direct",
+        site="test",
+    )
     return reference(arguments)
 
 
@@ -197,7 +211,7 @@ def add_fused_points(case: Case) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     forward = Point.of(problem_of(case), {"bags": 1.0})
     backward = Point.of(backward_problem(case), {"strips": 1.0})
-    add_points(workspace_for(dist.group.WORLD.group_name, device), (forward, backward))
+    add_points(workspace_for(group_of_all().group_name, device), (forward, backward))
 
 
 def training_step(rank: int, world: int, case: Case) -> str:
@@ -206,7 +220,7 @@ def training_step(rank: int, world: int, case: Case) -> str:
     weights, *rest = on_device(case, rank)
     weights = [w.requires_grad_() for w in weights]
     y = torch.ops.autofuse.embedding_bag_all_to_all(
-        weights, *rest, *case.options, case.wire, case.columns, case.layout, dist.group.WORLD.group_name,
+        weights, *rest, *case.options, case.wire, case.columns, case.layout, group_of_all().group_name,
         "direct", "test",
     )  # fmt: skip
     y.backward(grad_on_device(case, rank))
@@ -228,7 +242,7 @@ def compiled_step(rank: int, world: int, case: Case) -> tuple[str, list[str]]:
     def step(weights: list[Tensor], indices: list[Tensor], offsets: list[Tensor]) -> Tensor:
         bags = [F.embedding_bag(*each, mode="sum") for each in zip(indices, weights, offsets, strict=True)]
         parts = [case.b] * world
-        y = funcol.all_to_all_single_autograd(torch.cat(bags, 1), parts, parts, dist.group.WORLD)
+        y = funcol.all_to_all_single_autograd(torch.cat(bags, 1), parts, parts, group_of_all())
         return (y.float() * grad.float()).sum()
 
     with autofuse.debug() as report:

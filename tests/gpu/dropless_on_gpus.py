@@ -6,16 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tests.gpu.experts_on_gpus import nan_in_empty, workspace, wrong
-from tests.gpu.on_gpus import poison
+from tests.gpu.on_gpus import group_of_all, poison
 from tests.gpu.telling import about
 from tests.ranks import fresh_group
+
+if TYPE_CHECKING:
+    from autofuse.lowering.gpu.experts.kernels import Rows
 
 Given = dict[str, Any]
 
@@ -134,7 +137,7 @@ def ways() -> list[str]:
     return fused_ways(DroplessProblem(COMBINE + DROPLESS, 5, 264, 520, world, torch.bfloat16))
 
 
-def rows_of(given: Given):  # type: ignore[no-untyped-def]
+def rows_of(given: Given) -> "Rows":
     from autofuse.lowering.gpu.experts.kernels import Rows
 
     return Rows(given["offsets"], given["positions"], given["received"], given["sent"])
@@ -176,6 +179,11 @@ def dispatch(
     return out
 
 
+def _one(way: str, given: Given) -> Tensor:
+    """The product of a dispatch of one weight."""
+    return dispatch(way, given)[0]
+
+
 def _both(way: str, given: Given, up: Given) -> Tensor:
     """Products of a dispatch of two weights, side by side."""
     return torch.cat(dispatch(way, given, [up], 2), 1)
@@ -215,7 +223,7 @@ def sums(rank: int, world: int, case: Ragged) -> dict[str, str]:
     if case.dtype is torch.bfloat16:
         x, w = ([term[name] for term in terms] for name in ("x", "w"))
         bias, rows = terms[0]["bias"], rows_of(terms[0])
-        found["unfused"] = _wrong(combine_unfused(x, w, bias, rows, dist.group.WORLD.group_name), wanted)
+        found["unfused"] = _wrong(combine_unfused(x, w, bias, rows, group_of_all().group_name), wanted)
     return found
 
 
@@ -246,7 +254,7 @@ def unfused(rank: int, world: int, case: Ragged) -> dict[str, str]:
     """The ops without a table of ways: captured, for which the host must not wait for the GPU."""
     given, wanted = case.inputs(rank, world), case.wanted(rank, world)
     other, _, dispatched = case.dispatched(rank, world)
-    site = (1, 1, False, dist.group.WORLD.group_name, "direct", "test")
+    site = (1, 1, False, group_of_all().group_name, "direct", "test")
 
     def ragged(of: Given) -> tuple[Any, ...]:
         return 0, of["offsets"], of["positions"], of["received"], of["sent"]
@@ -310,7 +318,7 @@ def many_calls(rank: int, world: int, cases: list[Ragged], calls: int) -> str:
         given, wanted = case.inputs(rank, world), case.wanted(rank, world)
         ready.append((f"combine of {case}", partial(call, given=given), wanted))
         other, x, wanted = case.dispatched(rank, world)
-        ready.append((f"dispatch of {case}", lambda way, given=other: dispatch(way, given)[0], wanted))
+        ready.append((f"dispatch of {case}", partial(_one, given=other), wanted))
         up = case.up(rank, other)
         wanted = torch.cat([wanted, case.product(x, up)], 1)
         ready.append((f"dispatch of two, {case}", partial(_both, given=other, up=up), wanted))

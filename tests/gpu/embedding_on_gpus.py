@@ -2,15 +2,19 @@
 
 import random
 import time
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpu.on_gpus import capturable, poison
+from tests.gpu.on_gpus import capturable, group_of_all, poison
 from tests.gpu.telling import about, first_wrong
-from tests.ops.bags import Case, arrange, bound, doubled, inputs_of, pooled
+from tests.ops.bags import Case, Inputs, arrange, bound, doubled, inputs_of, pooled
 from tests.ranks import fresh_group
+
+if TYPE_CHECKING:
+    from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 
 
 def wanted(case: Case, rank: int) -> Tensor:
@@ -19,11 +23,12 @@ def wanted(case: Case, rank: int) -> Tensor:
     return arrange(case, whole, rank).cuda()
 
 
-def on_device(case: Case, rank: int) -> tuple[list[Tensor], ...]:
-    return tuple([t.cuda() for t in kind] for kind in inputs_of(case, rank))
+def on_device(case: Case, rank: int) -> Inputs:
+    weights, indices, offsets, samples = ([t.cuda() for t in kind] for kind in inputs_of(case, rank))
+    return weights, indices, offsets, samples
 
 
-def call(way: str, case: Case, inputs: tuple[list[Tensor], ...], group: str = "") -> Tensor:
+def call(way: str, case: Case, inputs: Inputs, group: str = "") -> Tensor:
     from autofuse.lowering.gpu.choice.kernel import ways_of
     from autofuse.lowering.gpu.embedding.call import tables_of
     from autofuse.lowering.gpu.embedding.run import exchange
@@ -31,7 +36,7 @@ def call(way: str, case: Case, inputs: tuple[list[Tensor], ...], group: str = ""
     from autofuse.lowering.ops.embedding_bag_all_to_all import EmbeddingBagAllToAll, reference
 
     device = torch.device("cuda", torch.cuda.current_device())
-    workspace = workspace_for(group or dist.group.WORLD.group_name, device)
+    workspace = workspace_for(group or group_of_all().group_name, device)
     problem, tables = problem_of(case), tables_of(*inputs, *case.options)
     found = ways_of(problem)[way]
     if found.fused:
@@ -39,13 +44,24 @@ def call(way: str, case: Case, inputs: tuple[list[Tensor], ...], group: str = ""
         if out is not None:
             return out
     arguments = EmbeddingBagAllToAll(
-        *map(list, (tables.weights, tables.indices, tables.offsets, tables.samples)), *case.options,
-        problem.dtype, list(problem.columns), problem.layout, workspace.group_name, "direct", "test",
-    )  # fmt: skip
+        weights=list(tables.weights),
+        indices=list(tables.indices),
+        offsets=list(tables.offsets),
+        per_sample_weights=list(tables.samples),
+        mode=tables.mode,
+        include_last_offset=tables.last,
+        padding_idx=tables.padding,
+        dtype=problem.dtype,
+        columns=list(problem.columns),
+        layout=problem.layout,
+        group_name=workspace.group_name,
+        order="direct",
+        site="test",
+    )
     return reference(arguments)
 
 
-def problem_of(case: Case):  # type: ignore[no-untyped-def]
+def problem_of(case: Case) -> "ExchangeProblem":
     from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 
     programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -117,7 +133,8 @@ def many_calls(rank: int, world: int, cases: list[Case], calls: int) -> str:
 def replayed(rank: int, world: int, case: Case, replays: int) -> str:
     """A captured graph of all ways, also at addresses that they have not seen, replayed; what is wrong."""
     inputs, reference = on_device(case, rank), wanted(case, rank)
-    others = tuple([t.clone() for t in kind] for kind in inputs)  # at other addresses
+    weights, indices, offsets, samples = ([t.clone() for t in kind] for kind in inputs)
+    others = weights, indices, offsets, samples  # at other addresses
     ways = capturable(kernels_of(case))
     for way in ways:
         call(way, case, inputs)
@@ -162,11 +179,10 @@ def op(rank: int, world: int, case: Case) -> str:
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())
-    add_points(
-        workspace_for(dist.group.WORLD.group_name, device), (Point.of(problem_of(case), {"bags": 1.0}),)
-    )
+    workspace = workspace_for(group_of_all().group_name, device)
+    add_points(workspace, (Point.of(problem_of(case), {"bags": 1.0}),))
     got = torch.ops.autofuse.embedding_bag_all_to_all(
         *on_device(case, rank), *case.options, case.wire, case.columns, case.layout,
-        dist.group.WORLD.group_name, "direct", "test",
+        group_of_all().group_name, "direct", "test",
     )  # fmt: skip
     return check(got, case, wanted(case, rank))

@@ -7,13 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpu.on_gpus import MOST_ERROR, error_of, poison
+from tests.gpu.on_gpus import MOST_ERROR, error_of, group_of_all, poison
 from tests.gpu.telling import about, first_wrong
+
+if TYPE_CHECKING:
+    from autofuse.lowering.gpu.experts.ways import ExpertProblem
+    from autofuse.lowering.gpu.memory.workspace import GpuWorkspace
 
 COMBINE, DISPATCH = "expert_matmul_all_to_all", "all_to_all_expert_matmul"
 
@@ -81,14 +85,14 @@ class Case:
         return torch.stack(parts)
 
 
-def workspace(group: str = ""):  # type: ignore[no-untyped-def]
+def workspace(group: str = "") -> "GpuWorkspace":
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     device = torch.device("cuda", torch.cuda.current_device())
-    return workspace_for(group or dist.group.WORLD.group_name, device)
+    return workspace_for(group or group_of_all().group_name, device)
 
 
-def problem_of(case: Case, x: Tensor, w: list[Tensor]):  # type: ignore[no-untyped-def]
+def problem_of(case: Case, x: Tensor, w: list[Tensor]) -> "ExpertProblem":
     """All weights of the case are for the kernel."""
     from autofuse.lowering.gpu.experts.fixed import problem_of
 
@@ -281,7 +285,7 @@ def trained(rank: int, world: int, case: Case) -> str:
     x, w = case.x(rank, world).requires_grad_(), case.w(rank)[0].requires_grad_()
     (y,) = torch.ops.autofuse.expert_matmul_all_to_all(
         [x], [w], [], [], "mm", 0, None, None, [], [], 1, case.outer, False,
-        dist.group.WORLD.group_name, "direct", "test",
+        group_of_all().group_name, "direct", "test",
     )  # fmt: skip
     seed = [case.randn(r, 9, *y.shape) for r in range(world)]
     y.backward(seed[rank])
@@ -303,8 +307,8 @@ def trained_dispatch(rank: int, world: int, case: Case) -> str:
     from autofuse.lowering.gpu.choice.points import Point
 
     x, w = case.x(rank, world).requires_grad_(), [wi.requires_grad_() for wi in case.w(rank)]
-    problem = problem_of(case, x, w)
-    add_points(workspace(), (Point.of(problem, {fused_ways(case, rank, world)[0]: 1.0}),))
+    fastest = {fused_ways(case, rank, world)[0]: 1.0}
+    add_points(workspace(), (Point.of(problem_of(case, x, w), fastest),))
     outputs = torch.ops.autofuse.all_to_all_expert_matmul(
         x,
         w,
@@ -318,7 +322,7 @@ def trained_dispatch(rank: int, world: int, case: Case) -> str:
         1,
         case.outer,
         False,
-        dist.group.WORLD.group_name,
+        group_of_all().group_name,
         "direct",
         "test",
     )

@@ -26,7 +26,7 @@ def _prefer_kernels(world: int) -> None:
         add_points(workspace(), (Point.of(problem, {fused_ways(problem)[0]: 1.0}),))
 
 
-def _step(model: nn.Module, call: nn.Module, x: Tensor) -> dict[str, Tensor]:
+def _step(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
     x = x.detach().requires_grad_()
     model.zero_grad()
     y = call(x)
@@ -51,8 +51,7 @@ def trained(rank: int, world: int, kind: str) -> dict[str, str]:
     model = LAYERS[kind]().cuda()
     x = torch.randn(TOKENS, D, device="cuda").bfloat16()
     # Inductor pads the 12 rows of an expert where it finds that faster, and such sites are kept.
-    options = {"policy": "always", "shape_padding": False}
-    compiled = torch.compile(model, backend="autofuse", options=options)
+    compiled = torch.compile(model, backend="autofuse", options={"policy": "always", "shape_padding": False})
     with autofuse.debug() as report, torch._dynamo.config.patch(capture_scalar_outputs=True):
         wanted = _step(model, model, x)
         steps = [_step(model, compiled, x) for _ in range(3)]

@@ -11,14 +11,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import autofuse
 from tests.ranks import ONE_GPU, fresh_group
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
+
     from autofuse.timeline import Timeline
 
 MOST_ERROR = 4e-3  # of bfloat16, whose roundings are 2**-9 each: of the partial sums and of the result
+
+
+def group_of_all() -> ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None, "this process has joined no group"
+    return group
 
 
 def capturable(ways: Sequence[str]) -> list[str]:
@@ -65,9 +75,8 @@ def poison() -> None:
     """All that the workspace's kernels do not read before it is written becomes NaN."""
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
-    memory = workspace_for(
-        dist.group.WORLD.group_name, torch.device("cuda", torch.cuda.current_device())
-    ).memory
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = workspace_for(group_of_all().group_name, device).memory
     torch.cuda.synchronize()
     dist.barrier()
     for region in (memory.inbox, memory.finished, memory.copies, memory.products):
@@ -106,7 +115,7 @@ def run_way(
     from autofuse.lowering.gpu.dense.run import problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
-    workspace = workspace_for(dist.group.WORLD.group_name, x.device)
+    workspace = workspace_for(group_of_all().group_name, x.device)
     problem = replace(problem_of(op, x, w, workspace, dim, outer), terms=terms)
     return run(workspace, way, problem, x, w, order, "test")
 
@@ -121,7 +130,7 @@ def ways_of(
     from autofuse.lowering.gpu.dense.run import problem_of
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
-    workspace = workspace_for(dist.group.WORLD.group_name, x.device)
+    workspace = workspace_for(group_of_all().group_name, x.device)
     found = by_name(replace(problem_of(op, x, w, workspace, dim, outer), terms=terms))
     taken = [way for way in found.values() if not (workspace.serial and (way.is_copied or way.by_streams))]
     return [way.name for way in taken if way.is_copied or not copied]
@@ -165,7 +174,7 @@ def sums(rank: int, world: int, op: str, m: int, n: int, terms: tuple[int, ...])
     place = (0, 1) if op == "matmul_reduce_scatter" else ()
     out = getattr(torch.ops.autofuse, op)(
         [t.contiguous() for t in x.split(terms, 1)], list(w.split(terms)), [], "mm", "sum", *place, False,
-        [], "", "", dist.group.WORLD.group_name, "direct", "sums",
+        [], "", "", group_of_all().group_name, "direct", "sums",
     )[0]  # fmt: skip
     return error_of(out, reference(op, x, w))
 
@@ -183,11 +192,11 @@ def staged(rank: int, world: int, op: str, text: str, m: int, k: int, n: int) ->
     if op == "matmul_reduce_scatter":
         total = total.chunk(world)[rank]
     place = (0, 1) if op == "matmul_reduce_scatter" else ()
-    found = {}
+    found: dict[str, float] = {}
     for bias in (row, torch.cat([row[:1], row])[1:]):  # the second begins at an odd element
         given = (
             [x], [w], [bias] * ("%0" in text), text, "sum", *place, False, [], "", "",
-            dist.group.WORLD.group_name, "direct", "staged",
+            group_of_all().group_name, "direct", "staged",
         )  # fmt: skip
         for way in by_name.names(op, given, True):
             for (out,) in every_result(way, op, given):
@@ -217,9 +226,9 @@ class Made:
             places = torch.randint(0, 100, (m, 1), device="cuda")
             return [places], [new(100, n)], [places % 2 == rank % 2]
         if self.text.startswith("scaled_mm"):
-            x, w = torch.randn(m, 256, device="cuda"), torch.randn(n + 8, 256, device="cuda")
-            scales = [torch.ones((), device="cuda") for _ in range(2)]
-            return [x.to(torch.float8_e4m3fn)], [w.to(torch.float8_e4m3fn).t()], scales
+            wide = [torch.randn(rows, 256, device="cuda") for rows in (m, n + 8)]
+            left, right = (t.to(torch.float8_e4m3fn) for t in wide)
+            return [left], [right.t()], [torch.ones((), device="cuda") for _ in range(2)]
         x, w = ([new(*shape) for _ in range(self.terms)] for shape in ((m, k), (k, n)))
         return x, w, [new(m, n)]
 
@@ -240,10 +249,10 @@ def made(rank: int, world: int, op: str, m: int, of: Made) -> dict[str, float]:
     wanted = tail_reference(total, behind, of.tail)
     place = (0, 1) if op == "matmul_reduce_scatter" else ()
     given = (
-        x, w, more, of.text, "sum", *place, of.keep, behind, of.tail, "", dist.group.WORLD.group_name,
+        x, w, more, of.text, "sum", *place, of.keep, behind, of.tail, "", group_of_all().group_name,
         "direct", "made",
     )  # fmt: skip
-    found = {}
+    found: dict[str, float] = {}
     for way in by_name.names(op, given, True):
         for results in every_result(way, op, given):
             if of.keep:
@@ -348,7 +357,7 @@ def on_streams(rank: int, world: int) -> float:
         with torch.cuda.stream(streams[call % 2]):
             outputs.append(
                 torch.ops.autofuse.matmul_all_reduce(
-                    [x], [w], [], "mm", "sum", False, [], "", "", dist.group.WORLD.group_name, "direct", "s"
+                    [x], [w], [], "mm", "sum", False, [], "", "", group_of_all().group_name, "direct", "s"
                 )[0]
             )
     torch.cuda.synchronize()
@@ -377,7 +386,7 @@ def in_pairs(rank: int, world: int) -> float:
 class Block(torch.nn.Module):
     """A tensor-parallel MLP as plain code writes it."""
 
-    def __init__(self, width: int, hidden: int, world: int, group_name: str) -> None:
+    def __init__(self, width: int, hidden: int, world: int, group_name: "GroupName") -> None:
         super().__init__()
         self.group_name = group_name
         self.up = torch.nn.Linear(width, hidden // world, bias=False)
@@ -388,7 +397,7 @@ class Block(torch.nn.Module):
         return funcol.all_reduce(self.down(y), "sum", self.group_name)
 
 
-def vocabulary(rank: int, world: int) -> tuple[float, list[str]]:
+def vocabulary(rank: int, world: int) -> tuple[float, list[str | None]]:
     """A compiled model against the same model in eager mode: its error, and the ops that were fused.
 
     The model reads an embedding whose table is sharded by rows. Then it multiplies, scales, casts to float32
@@ -440,13 +449,22 @@ def compiled(rank: int, world: int, mode: str | None, dynamic: bool) -> tuple[fl
     return worst, len(report.fused)
 
 
+def _gradients(model: torch.nn.Module) -> list[Tensor]:
+    """Of all parameters, each of which has one."""
+    found = []
+    for p in model.parameters():
+        assert p.grad is not None
+        found.append(p.grad)
+    return found
+
+
 def trained(rank: int, world: int) -> float:
     """Gradients of a compiled, checkpointed model against eager; the largest error."""
     from torch.utils.checkpoint import checkpoint
 
     torch._dynamo.reset()
     torch.manual_seed(rank)
-    model = Block(512, 2048, world, dist.group.WORLD.group_name).cuda().bfloat16()
+    model = Block(512, 2048, world, group_of_all().group_name).cuda().bfloat16()
 
     def step(x: Tensor) -> Tensor:
         y: Tensor = checkpoint(model, x, use_reentrant=False)
@@ -455,10 +473,10 @@ def trained(rank: int, world: int) -> float:
     torch.manual_seed(99)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     step(x).backward()
-    wanted = [p.grad.double() for p in model.parameters()]
+    wanted = [g.double() for g in _gradients(model)]
     model.zero_grad()
     torch.compile(step, backend="autofuse")(x).backward()
-    return max(error_of(p.grad, g) for p, g in zip(model.parameters(), wanted, strict=True))
+    return max(error_of(found, g) for found, g in zip(_gradients(model), wanted, strict=True))
 
 
 def with_biases(rank: int, world: int, m: int) -> float:
@@ -471,7 +489,7 @@ def with_biases(rank: int, world: int, m: int) -> float:
     x, wide = operands("all_gather_matmul", m, 512, 1024, rank, world, True, torch.bfloat16)
     _, tall = operands("all_gather_matmul", m, 512, 1032, rank, world, False, torch.bfloat16)
     gathered = reference("all_gather_matmul", x, torch.eye(512, device="cuda", dtype=torch.bfloat16))
-    workspace = workspace_for(dist.group.WORLD.group_name, x.device)
+    workspace = workspace_for(group_of_all().group_name, x.device)
     cases = [
         ((wide, wide[:, :136], wide[:, 64:400]), (True, True, True)),
         ((tall[:, :136], tall, tall[:, 8:], tall[:, :8], tall), (False,) * 5),  # the last one is late
@@ -514,12 +532,12 @@ def tma_less(rank: int, world: int) -> float:
     """Odd sizes, which no TMA loads: the unfused way answers."""
     x, w = operands("matmul_all_reduce", 5, 33, 77, rank, world, False, torch.bfloat16)
     out = torch.ops.autofuse.matmul_all_reduce(
-        [x], [w], [], "mm", "sum", False, [], "", "", dist.group.WORLD.group_name, "direct", "t"
+        [x], [w], [], "mm", "sum", False, [], "", "", group_of_all().group_name, "direct", "t"
     )[0]
     return error_of(out, reference("matmul_all_reduce", x, w))
 
 
-def measured(rank: int, world: int) -> list[Any]:
+def measured(rank: int, world: int) -> tuple[tuple[tuple[str, float], ...], str]:
     """What measuring a problem finds, and what is chosen then."""
     from autofuse.lowering.gpu.choice.choose import add_points, chosen
     from autofuse.lowering.gpu.choice.measure import measure
@@ -528,8 +546,8 @@ def measured(rank: int, world: int) -> list[Any]:
     from autofuse.lowering.gpu.memory.workspace import workspace_for
 
     x, w = operands("matmul_all_reduce", 256, 512, 1024, rank, world, False, torch.bfloat16)
-    workspace = workspace_for(dist.group.WORLD.group_name, x.device)
+    workspace = workspace_for(group_of_all().group_name, x.device)
     problem = problem_of("matmul_all_reduce", x, w, workspace)
     point = measure(workspace, problem, trials)
     add_points(workspace, (replace(point, times=point.times),))
-    return [point.times, chosen(problem, workspace).name]
+    return point.times, chosen(problem, workspace).name

@@ -207,6 +207,12 @@ class Experts(Call):
         shape = (experts, world * run, k) if combine else (world, experts, run, k)
         self.x = [randn(r, *shape) for r in range(world)]
         self.w = [randn(100 + r, experts, k, n) / k**0.5 for r in range(world)]
+        rows = world * run
+        self.need = (
+            combine_needs(experts, rows, n, 1, world, config)
+            if isinstance(config, CombineConfig)
+            else dispatch_needs(experts, rows, k, world, config)
+        )
         self._wanted = [self._compute(r) for r in range(world)]
         self.new_outputs()
 
@@ -220,13 +226,6 @@ class Experts(Call):
 
     def wanted(self, rank: int) -> Tensor:
         return self._wanted[rank]
-
-    @property
-    def need(self) -> Need:
-        rows = self.world * self.run
-        if isinstance(self.config, CombineConfig):
-            return combine_needs(self.experts, rows, self.n, 1, self.world, self.config)
-        return dispatch_needs(self.experts, rows, self.k, self.world, self.config)
 
     def launch(self, memory: PeerMemory) -> None:
         r, config = memory.rank, self.config
@@ -277,6 +276,12 @@ class Dropless(Call):
         held = [int(away[r].sum() if combine else away[:, r].sum()) for r in range(world)]
         self.x = [randn(r, held[r], k) for r in range(world)]
         self._wanted = [self._compute(r) for r in range(world)]
+        longest = max(len(t) for t in (*self._wanted, *self.x))
+        self.need = (
+            dropless_combine_needs(longest, n, world)
+            if combine
+            else dropless_dispatch_needs(longest, k, world)
+        )
         self.out = [torch.full(y.shape, torch.nan, dtype=BF16, device="cuda") for y in self._wanted]
 
     def _rows(self, rank: int) -> _Rows:
@@ -323,13 +328,6 @@ class Dropless(Call):
     def new_outputs(self) -> None:
         for out in self.out:
             out.fill_(torch.nan)
-
-    @property
-    def need(self) -> Need:
-        rows = max(max(len(y) for y in self._wanted), max(len(x) for x in self.x))
-        if self.combine:
-            return dropless_combine_needs(rows, self.n, self.world)
-        return dropless_dispatch_needs(rows, self.k, self.world)
 
     def launch(self, memory: PeerMemory) -> None:
         r, rows = memory.rank, self.rows[memory.rank]

@@ -2,13 +2,18 @@
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import autofuse
-from tests.gpu.on_gpus import error_of, fresh_group
+from tests.gpu.on_gpus import error_of
+from tests.ranks import fresh_group
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 D = 520
 """Width of the model."""
@@ -18,7 +23,7 @@ def _weight(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16) / math.sqrt(shape[-2])
 
 
-def parallel_block(group: str, world: int) -> Callable[[Tensor], Tensor]:
+def parallel_block(group: "GroupName", world: int) -> Callable[[Tensor], Tensor]:
     """Attention and MLP side by side, with biases, as GPT-NeoX has them."""
     a, b, c, d = _weight(D, 264), _weight(264, D), _weight(D, 128), _weight(128, D)
     first, second = torch.randn(2, D, device="cuda", dtype=torch.bfloat16).unbind()
@@ -31,7 +36,7 @@ def parallel_block(group: str, world: int) -> Callable[[Tensor], Tensor]:
     return model
 
 
-def cut_up(group: str, world: int) -> Callable[[Tensor], Tensor]:
+def cut_up(group: "GroupName", world: int) -> Callable[[Tensor], Tensor]:
     """Queries, keys and values of one gathered projection, which do not begin where a rank's part does."""
     w = _weight(D, 264)
     columns = [8 * world, 16 * world, 240 * world]
@@ -44,7 +49,7 @@ def cut_up(group: str, world: int) -> Callable[[Tensor], Tensor]:
     return model
 
 
-def every_expert(group: str, world: int) -> Callable[[Tensor], Tensor]:
+def every_expert(group: "GroupName", world: int) -> Callable[[Tensor], Tensor]:
     """Experts that multiply every token, reduced before they are added up, as Llama-4 has it."""
     up, down = _weight(4, D, 64), _weight(4, 64, D)
 

@@ -24,7 +24,7 @@ from tests.gpu import (
     test_tokens,
     update_on_gpus,
 )
-from tests.gpu.on_gpus import MOST_ERROR, error_of
+from tests.gpu.on_gpus import MOST_ERROR, error_of, group_of_all
 from tests.ops.bags import Case as Bags
 from tests.ranks import ONE_GPU
 
@@ -89,7 +89,7 @@ def some(ways: Iterable[str]) -> list[str]:
 
 
 def dense(op: str, rank: int, world: int) -> None:
-    group = dist.group.WORLD.group_name
+    group = group_of_all().group_name
     for m, k, n in SIZES[op]:
         torch.manual_seed(rank)
         gathers = op == "all_gather_matmul"
@@ -103,7 +103,7 @@ def dense(op: str, rank: int, world: int) -> None:
             wanted = torch.cat(parts).double() @ w.cpu().double()
         else:
             products = [(a.double() @ b.double()).bfloat16() for a, b in zip(parts, weights, strict=True)]
-            wanted = sum(p.double() for p in products)  # type: ignore[assignment]
+            wanted = torch.stack(products).double().sum(0)
             if op == "matmul_all_gather":
                 wanted = torch.cat(products).double()
             if op == "matmul_reduce_scatter":

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from tests.gpu.on_gpus import group_of_all
 
 
 def first_wrong(found: Tensor, wanted: Tensor, off: Tensor) -> str:
@@ -37,6 +38,6 @@ def about(what: str) -> Iterator[None]:
     try:
         yield
         torch.cuda.synchronize()
-        autofuse.check(dist.group.WORLD)
+        autofuse.check(group_of_all())
     except Exception as error:
         raise RuntimeError(f"{what}: {error}") from error

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from tests.gpu.conftest import WORLDS
-from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result
+from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result, group_of_all
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
@@ -55,7 +55,7 @@ class Case:
         indices, tables, offsets = self.inputs(rank)
         given = indices, tables, offsets, f"bags {self.mode} 0 -1", "sum"
         scattered = (0, 1) if self.op == SCATTER else ()
-        return *given, *scattered, False, [], "", "", dist.group.WORLD.group_name, "direct", "bag sums"
+        return *given, *scattered, False, [], "", "", group_of_all().group_name, "direct", "bag sums"
 
 
 def _all_ways(rank: int, world: int, case: Case) -> dict[str, float]:

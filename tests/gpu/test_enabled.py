@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 
+from tests.gpu.on_gpus import group_of_all
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -36,8 +36,8 @@ def _doubled(x: Tensor, w: Tensor) -> Tensor:
 
 def _sum(layer: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -> Tensor:
     """Sequence parallel: the rows of the sum are shared out, and gathered for the next layer."""
-    rows = funcol.reduce_scatter_tensor_autograd(layer(x, w), "sum", 0, dist.group.WORLD)
-    return funcol.all_gather_tensor_autograd(rows.relu(), 0, dist.group.WORLD) @ w.t()
+    rows = funcol.reduce_scatter_tensor_autograd(layer(x, w), "sum", 0, group_of_all())
+    return funcol.all_gather_tensor_autograd(rows.relu(), 0, group_of_all()) @ w.t()
 
 
 def _step(rank: int, world: int, name: str, trained: bool) -> tuple[list[str], float]:

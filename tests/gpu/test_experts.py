@@ -19,32 +19,31 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 Pools = Callable[[int], RankPool]
 
 SIZES = {  # experts, run, k, n, and more
-    "whole tiles": ((2, 256, 512, 1024), {}),
-    "many tiles": ((4, 512, 256, 4096), {"transposed": True}),
-    "one expert": ((1, 384, 264, 520), {"biased": True}),
-    "ragged": ((3, 200, 328, 776), {"transposed": True, "dtype": torch.float16}),
-    "two stretches": ((3, 130, 520, 264), {"outer": 2, "biased": True}),
-    "tiles span ranks": ((5, 32, 512, 1024), {}),
-    "ragged, spanning": ((3, 37, 264, 520), {"transposed": True, "biased": True}),
-    "stretches, spanning": ((2, 12, 200, 328), {"outer": 3, "dtype": torch.float16}),
-    "one row": ((4, 1, 512, 1024), {"biased": True}),
+    "whole tiles": Case(COMBINE, 2, 256, 512, 1024),
+    "many tiles": Case(COMBINE, 4, 512, 256, 4096, transposed=True),
+    "one expert": Case(COMBINE, 1, 384, 264, 520, biased=True),
+    "ragged": Case(COMBINE, 3, 200, 328, 776, transposed=True, dtype=torch.float16),
+    "two stretches": Case(COMBINE, 3, 130, 520, 264, outer=2, biased=True),
+    "tiles span ranks": Case(COMBINE, 5, 32, 512, 1024),
+    "ragged, spanning": Case(COMBINE, 3, 37, 264, 520, transposed=True, biased=True),
+    "stretches, spanning": Case(COMBINE, 2, 12, 200, 328, outer=3, dtype=torch.float16),
+    "one row": Case(COMBINE, 4, 1, 512, 1024, biased=True),
 }
 
 TWO = {  # dispatches of gate and up
-    name: Case(DISPATCH, *sizes, weights=2, **more)  # type: ignore[arg-type]
-    for name, (sizes, more) in {
+    name: replace(of, op=DISPATCH, weights=2)
+    for name, of in {
         **SIZES,
-        "ragged, biased": ((3, 200, 328, 776), {"biased": True}),
-        "tiles of 16 rows": ((3, 2, 264, 520), {"transposed": True}),
-        "tiles of 32 or 64 rows": ((3, 16, 264, 520), {"biased": True}),
-        "odd columns": ((2, 128, 512, 264), {"transposed": True, "biased": True}),
+        "ragged, biased": Case(COMBINE, 3, 200, 328, 776, biased=True),
+        "tiles of 16 rows": Case(COMBINE, 3, 2, 264, 520, transposed=True),
+        "tiles of 32 or 64 rows": Case(COMBINE, 3, 16, 264, 520, biased=True),
+        "odd columns": Case(COMBINE, 2, 128, 512, 264, transposed=True, biased=True),
     }.items()
 }
 
 
 def case(op: str, name: str) -> Case:
-    sizes, more = SIZES[name]
-    return Case(op, *sizes, **more)  # type: ignore[arg-type]
+    return replace(SIZES[name], op=op)
 
 
 SOME = ("ragged", "two stretches", "tiles span ranks", "one row")
@@ -101,8 +100,7 @@ def test_more_weights_share_an_exchange(gpu_ranks: Pools, world: int, name: str)
 @pytest.mark.parametrize("name", ["whole tiles", "two stretches", "tiles span ranks"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_gradients(gpu_ranks: Pools, world: int, name: str) -> None:
-    sizes, more = SIZES[name]
-    plain = Case(COMBINE, *sizes, outer=more.get("outer", 1))  # type: ignore[call-overload]
+    plain = replace(case(COMBINE, name), biased=False)
     found = gpu_ranks(world).run(experts_on_gpus.trained, plain, timeout=60)
     assert not (text := complaints(found)), text
 

@@ -20,6 +20,7 @@ from autofuse.lowering.gpu.optimizer.again import Step
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.lowering.update_rules import LR, RULES, adam_terms, lamb_terms, numbers_at, trust
 from tests.gpu.conftest import WORLDS
+from tests.gpu.on_gpus import group_of_all
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
@@ -91,7 +92,8 @@ def _train(rank: int, world: int, name: str, options: dict[str, Any]) -> float:
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
     torchs.load_state_dict(ours.full_state_dict())
     ours.load_state_dict(torchs.state_dict())
-    network[0].bias.grad = torch.ones_like(network[0].bias) if rank else None
+    bias = network.get_parameter("0.bias")
+    bias.grad = torch.ones_like(bias) if rank else None
     if not options.get("in_backward"):
         with pytest.raises(ValueError, match=r"0.bias has no gradient on ranks \[0\]"):
             ours.step()
@@ -198,8 +200,7 @@ def many(
     any, nothing is captured.
     """
     sizes = (longest, 1000, 12, 70_000)
-    buckets, group = buckets_of(sizes, world), dist.group.WORLD
-    assert group is not None
+    buckets = buckets_of(sizes, world)
     generators = [torch.Generator("cuda").manual_seed(r) for r in range(world)]
     every = [[torch.randn(n, generator=g, device="cuda").to(dtype) for n in sizes] for g in generators]
     params = [torch.ones(n, device="cuda", dtype=dtype) for n in sizes]
@@ -222,7 +223,7 @@ def many(
     def step(rates: Tensor) -> None:
         torch.ops.autofuse.reduce_update_gather(
             params, every[rank], states, rates, rule, "avg", clip, False, [f"p{n}" for n in sizes],
-            group.group_name, "direct", "many",
+            group_of_all().group_name, "direct", "many",
         )  # fmt: skip
 
     def check(t: int) -> None:
@@ -294,7 +295,7 @@ def _captured(rank: int, world: int, name: str, max_norm: float | None) -> float
             parts = [torch.randn(len(p), generator=g, device="cuda") for g in every]
             assert p.grad is not None
             p.grad.copy_(parts[rank])
-            e.grad = sum(part.double() for part in parts) / world
+            e.grad = sum((part.double() for part in parts), torch.zeros_like(e)) / world
 
     def check() -> None:
         if max_norm is not None:

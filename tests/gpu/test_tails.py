@@ -16,7 +16,7 @@ from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import tail_reference
 from autofuse.native_kernels.triton.exchange_row_packets import row_packets_fit
 from tests.gpu.conftest import WORLDS
-from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result, operands, reference
+from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result, group_of_all, operands, reference
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -44,7 +44,7 @@ def _arguments(
     residual = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16)
     gamma = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     behind = [residual, gamma, *([residual > 0.5] if "%2" in text else [])]
-    group = dist.group.WORLD.group_name
+    group = group_of_all().group_name
     if op == SCATTER:
         return [x], [w], [], "mm", "sum", 0, 1, False, behind, text, proof, group, "direct", "tails"
     return [x], [w], [], "mm", "sum", False, behind, text, proof, group, "direct", "tails"
@@ -112,8 +112,7 @@ def _compiled(rank: int, world: int, schedule: str, rows: int) -> tuple[list[tup
 
     torch._dynamo.reset()
     torch.manual_seed(rank)
-    group = dist.group.WORLD
-    model = Layer(512, 1024, group).cuda().bfloat16()
+    model = Layer(512, 1024, group_of_all()).cuda().bfloat16()
     for parameter in (model.first.norm, model.second.norm):
         dist.broadcast(parameter.data, 0)
     autofuse.replicated(model, parameters=["*norm"], inputs=["residual"])
@@ -126,8 +125,7 @@ def _compiled(rank: int, world: int, schedule: str, rows: int) -> tuple[list[tup
 
     worst = 0.0
     with torch.no_grad(), autofuse.debug() as report:
-        options = {"policy": "always", "schedule": schedule}
-        compiled = torch.compile(call, backend="autofuse", options=options)
+        compiled = torch.compile(call, backend="autofuse", options={"policy": "always", "schedule": schedule})
         wanted = call(x, residual)
         for _ in range(4):
             worst = max(worst, error_of(compiled(x, residual), wanted.double()))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.gpu.conftest import WORLDS
-from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result
+from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result, group_of_all
 from tests.passes.tensor_parallel_experts import EXPERTS, Experts
 from tests.ranks import RankPool
 
@@ -54,7 +54,7 @@ class Case:
         x, w, operands = self.operands(rank)
         scattered = (0, 1) if self.op == SCATTER else ()
         given = [x], [w], operands, self.product.format(self.top), "sum"
-        return *given, *scattered, True, [], "", "", dist.group.WORLD.group_name, "direct", "tokens"
+        return *given, *scattered, True, [], "", "", group_of_all().group_name, "direct", "tokens"
 
     def expected(self, rank: int, world: int) -> Tensor:
         """Of rounded rows, in fp64."""

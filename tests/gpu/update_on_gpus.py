@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.gpu.backward_on_gpus import bag_gradients, grad_on_device, wanted
 from tests.gpu.embedding_on_gpus import on_device, problem_of, some_of
-from tests.gpu.on_gpus import capturable
+from tests.gpu.on_gpus import capturable, group_of_all
 from tests.gpu.telling import about, first_wrong
 from tests.ops.bags import Case
+
+if TYPE_CHECKING:
+    from autofuse.lowering.gpu.embedding.ways import ExchangeProblem
 
 LR, EPS = 0.125, 1e-3
 
 
-def update_problem(case: Case):  # type: ignore[no-untyped-def]
+def update_problem(case: Case) -> ExchangeProblem:
     from autofuse.lowering.gpu.embedding.ways import UPDATE
 
     return replace(problem_of(case), op=UPDATE)
@@ -55,7 +57,7 @@ class Tables:
         )
 
     def arguments(self, case: Case, grad: Tensor, keep: bool = False) -> tuple[Any, ...]:
-        group = dist.group.WORLD.group_name
+        group = group_of_all().group_name
         return (
             self.weights, self.states, self.rates, grad, *self.rest, *case.options, case.columns, case.layout,
             keep, group, "direct", "test",
@@ -156,7 +158,7 @@ def add_fused_points(case: Case) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     forward = Point.of(problem_of(case), {"bags": 1.0})
     update = Point.of(update_problem(case), {"strips": 1.0})
-    add_points(workspace_for(dist.group.WORLD.group_name, device), (forward, update))
+    add_points(workspace_for(group_of_all().group_name, device), (forward, update))
 
 
 def op(rank: int, world: int, case: Case, rowwise: bool) -> str:
@@ -180,7 +182,9 @@ def compiled_steps(rank: int, world: int, case: Case, rowwise: bool) -> tuple[st
     grad = grad_on_device(case, rank).view(case.b * world, -1)
 
     def bags() -> nn.ModuleList:
-        return nn.ModuleList(nn.EmbeddingBag(*w.shape, mode="sum", _weight=w.clone()) for w in weights)
+        return nn.ModuleList(
+            nn.EmbeddingBag(w.shape[0], w.shape[1], mode="sum", _weight=w.clone()) for w in weights
+        )
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -190,7 +194,7 @@ def compiled_steps(rank: int, world: int, case: Case, rowwise: bool) -> tuple[st
         def forward(self, indices: list[Tensor], offsets: list[Tensor]) -> Tensor:
             pooled = [bag(i, o) for bag, i, o in zip(self.bags, indices, offsets, strict=True)]
             parts = [case.b] * world
-            y = funcol.all_to_all_single_autograd(torch.cat(pooled, 1), parts, parts, dist.group.WORLD)
+            y = funcol.all_to_all_single_autograd(torch.cat(pooled, 1), parts, parts, group_of_all())
             return (y.float() * grad.float()).sum()
 
     found = []
@@ -198,7 +202,8 @@ def compiled_steps(rank: int, world: int, case: Case, rowwise: bool) -> tuple[st
         for backend in (None, "autofuse"):
             model = Model()
             optimizer = autofuse.RowwiseAdagrad(LR, EPS) if rowwise else autofuse.SGD(LR)
-            autofuse.optimizer_in_backward(model.bags, optimizer)
+            # torch does not say of what modules a ModuleList is.
+            autofuse.optimizer_in_backward(model.bags, optimizer)  # type: ignore[arg-type]
             step = torch.compile(model, backend=backend) if backend else model
             for number in range(3):
                 optimizer.lr = LR / (1 + number)

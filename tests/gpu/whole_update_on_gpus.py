@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from torch import Tensor
 import autofuse
 from autofuse.lowering.ops.all_reduce_update import OP
 from autofuse.lowering.update_rules import RULES, SIGN, adam_terms, numbers_at, sgd_terms
+from tests.gpu.on_gpus import group_of_all
 
 SIZES = (5, 1000, 12, 70_000, 2048, 1)
 LONGEST = 300_000
@@ -56,11 +58,9 @@ class Tensors:
         self.sums: list[Tensor] = []
 
     def arguments(self, rates: Tensor) -> tuple[Any, ...]:
-        group = dist.group.WORLD
-        assert group is not None
         return (
             self.params, self.states, self.grads, rates, self.rows, None, self.rule,
-            "avg" if self.mean else "sum", self.kept, group.group_name, "direct", "test",
+            "avg" if self.mean else "sum", self.kept, group_of_all().group_name, "direct", "test",
         )  # fmt: skip
 
     def fill(self, t: int) -> None:
@@ -93,7 +93,7 @@ class Tensors:
         for i, (got, wanted) in enumerate(zip(found, self.exact, strict=True)):
             rtol = 2 * torch.finfo(got.dtype).eps if i < count else 1e-5
             torch.testing.assert_close(
-                got.double(), wanted, rtol=rtol, atol=1e-5, msg=lambda m, i=i: f"{i}: {m}"
+                got.double(), wanted, rtol=rtol, atol=1e-5, msg=partial("{}: {}".format, i)
             )
             wanted.copy_(got)
         equal_everywhere(found)
@@ -156,16 +156,14 @@ def back_to_back(rank: int, world: int, times: int) -> None:
     """Nothing but the packets holds the ranks together; the sums of sgd steps tell of every call."""
     from autofuse.lowering.gpu import by_name as ways
 
-    group = dist.group.WORLD
-    assert group is not None
     sizes = (3000, 7, 1024)
     params = [torch.zeros(n, device="cuda") for n in sizes]
     grads = [torch.full((n,), float(rank + 1), device="cuda") for n in sizes]
     row = torch.zeros(1, 12, device="cuda")
     row[0, 0] = row[0, SIGN] = 1.0
-    given = (
+    given: tuple[Any, ...] = (
         params, [], grads, row, [0, 0, 0], None, "sgd", "sum", [False] * 3,
-        group.group_name, "direct", "pace",
+        group_of_all().group_name, "direct", "pace",
     )  # fmt: skip
     (name, *_) = ways.names(OP, given, False)
     for i in range(times):
@@ -203,7 +201,7 @@ def _step(params: Sequence[Tensor], grads: Sequence[Tensor], m: Sequence[Tensor]
     """AdamW in tensor ops, capturable: the step and the rate are tensors on the GPU."""
     t.add_(1)
     for p, g, of_m, of_v in zip(params, grads, m, v, strict=True):
-        total = funcol.all_reduce(g, "avg", dist.group.WORLD).float()
+        total = funcol.all_reduce(g, "avg", group_of_all()).float()
         of_m.lerp_(total, 1 - B1)
         of_v.mul_(B2).addcmul_(total, total, value=1 - B2)
         u = (of_m / (1 - B1**t)) / ((of_v / (1 - B2**t)).sqrt() + EPS)
