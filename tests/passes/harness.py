@@ -140,9 +140,8 @@ def run(program: Program, backend: Callable[..., Any] | None, world: int, rank: 
         if program.grad:
             leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
             leaves += list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
-            sum(
-                (_local(o).float() * (1 + i)).sum() for i, o in enumerate(outputs) if o.requires_grad
-            ).backward()
+            terms = [(_local(o).float() * (1 + i)).sum() for i, o in enumerate(outputs) if o.requires_grad]
+            torch.stack(terms).sum().backward()
             found += [_local(leaf.grad) for leaf in leaves if leaf.grad is not None]
     return found
 
