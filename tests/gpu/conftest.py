@@ -14,6 +14,11 @@ from tests.ranks import ONE_GPU, RankPool
 WORLDS = [int(world) for world in os.environ.get("GPU_WORLDS", "2 4 8").split()]
 
 
+def a_gpu_each(why: str) -> pytest.MarkDecorator:
+    """Marks a test that cannot work where ranks share a GPU: ONE_GPU=1 skips it and says why."""
+    return pytest.mark.skipif(ONE_GPU, reason=f"ranks share one GPU: {why}")
+
+
 @pytest.fixture(scope="session")
 def gpu_ranks() -> Iterator[Callable[[int], RankPool]]:
     """`gpu_ranks(world)`: a pool that tests share; a new one after a failure. Skips with too few GPUs."""

@@ -36,6 +36,14 @@ def capturable(ways: Sequence[str]) -> list[str]:
     return [way for way in ways if not (ONE_GPU and "nccl" in way)]
 
 
+def runnable(ways: Sequence[str]) -> list[str]:
+    """Those that these ranks can run: on one GPU none of copy engines, and none of torch's of several
+    streams."""
+    from autofuse.lowering.gpu.dense.ways import ASYNC_TP
+
+    return [way for way in ways if not (ONE_GPU and ("copied=1" in way or way == ASYNC_TP))]
+
+
 def operands(
     op: str, m: int, k: int, n: int, rank: int, world: int, transposed: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -198,7 +206,7 @@ def staged(rank: int, world: int, op: str, text: str, m: int, k: int, n: int) ->
             [x], [w], [bias] * ("%0" in text), text, "sum", *place, False, [], "", "",
             group_of_all().group_name, "direct", "staged",
         )  # fmt: skip
-        for way in by_name.names(op, given, True):
+        for way in runnable(by_name.names(op, given, True)):
             for (out,) in every_result(way, op, given):
                 found[way] = max(found.get(way, 0.0), error_of(out, total))
     return found
@@ -308,7 +316,8 @@ def replayed(rank: int, world: int, replays: int, problems: Sequence[tuple[str, 
     cases, outputs = [], []
     for op, m in problems:
         x, w = operands(op, m, 512, 1024, rank, world, False, torch.bfloat16)
-        cases += [(way, op, x, w, reference(op, x, w)) for way in ways_of(op, x, w, copied=copied)]
+        ways = capturable(ways_of(op, x, w, copied=copied))
+        cases += [(way, op, x, w, reference(op, x, w)) for way in ways]
     for way, op, x, w, _ in cases:
         run_way(way, op, x, w)
     torch.cuda.synchronize()

@@ -9,11 +9,14 @@ from autofuse.timeline import Kind
 from tests.ranks import RankPool
 
 from . import on_gpus
-from .conftest import WORLDS
+from .conftest import WORLDS, a_gpu_each
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 Pools = Callable[[int], RankPool]
+
+NO_COPIES = a_gpu_each("copy engines are left out")
+NO_TIMES = a_gpu_each("kernels run in turns, which takes other times")
 
 OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_gather")
 
@@ -157,6 +160,7 @@ def test_a_thousand_calls(gpu_ranks: Pools, world: int, straggler: int) -> None:
     assert max(found) < on_gpus.MOST_ERROR
 
 
+@NO_COPIES
 @pytest.mark.parametrize("straggler", [0, 1])
 @pytest.mark.parametrize("world", WORLDS)
 def test_copy_engines_in_many_calls(gpu_ranks: Pools, world: int, straggler: int) -> None:
@@ -167,7 +171,11 @@ def test_copy_engines_in_many_calls(gpu_ranks: Pools, world: int, straggler: int
 
 
 @pytest.mark.parametrize(
-    ("sizes", "copied"), [((8, 1024), False), ((2048,), True)], ids=["all ways", "copy engines"]
+    ("sizes", "copied"),
+    [
+        pytest.param((8, 1024), False, id="all ways"),
+        pytest.param((2048,), True, id="copy engines", marks=NO_COPIES),
+    ],
 )
 @pytest.mark.parametrize("world", WORLDS)
 def test_captured_graph(gpu_ranks: Pools, world: int, sizes: tuple[int, ...], copied: bool) -> None:
@@ -215,6 +223,7 @@ def test_training_with_checkpoints(gpu_ranks: Pools, world: int) -> None:
     assert max(gpu_ranks(world).run(on_gpus.trained, timeout=300)) < 4 * on_gpus.MOST_ERROR
 
 
+@NO_TIMES
 @pytest.mark.parametrize("world", WORLDS)
 def test_measured_ways(gpu_ranks: Pools, world: int) -> None:
     results = gpu_ranks(world).run(on_gpus.measured, timeout=200)
@@ -223,6 +232,7 @@ def test_measured_ways(gpu_ranks: Pools, world: int) -> None:
         assert way == times[0][0]
 
 
+@NO_TIMES
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_trace(gpu_ranks: Pools, world: int, op: str) -> None:
