@@ -1,1 +1,1 @@
-"""The dense ops on NVIDIA GPUs of one host: memory that ranks map, ways to run a call, and their choice."""
+"""The fused ops on NVIDIA GPUs of one host: memory that ranks map, ways to run a call, choice of a way."""

@@ -1,4 +1,4 @@
-"""The ways of all ops that have kernels, by name: for benchmarks."""
+"""The ways of all ops that have kernels, by name. Benchmarks run a way by its name."""
 
 from autofuse.lowering.gpu.choice.calls import ByName
 

@@ -1,5 +1,5 @@
-"""Pooling of embedding bags straight to the place of the result, and its gradient: dense, sparse, or as an
-update of the tables. All on one thread."""
+"""Pools embedding bags and stores the rows at the place of the result. Computes the gradient: dense, sparse,
+or as an update of the tables. All on one thread."""
 
 from collections.abc import Sequence
 from ctypes import Array, c_float, c_int, c_int64, c_void_p

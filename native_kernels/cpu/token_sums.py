@@ -1,4 +1,4 @@
-"""Rows that are weighted and added up token by token; on one thread."""
+"""Weights rows and adds them up token by token, on one thread."""
 
 from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_void_p

@@ -1,6 +1,7 @@
-"""What streams do beside the kernels of a call, as data: `carry_out` does it through the driver's bindings.
+"""The commands of copy streams beside the kernels of a call, as data: events, waits and copies.
 
-`prepared.py` does the same again in one call of C, together with the kernels.
+`carry_out` carries out the commands through the driver's bindings. `prepared.py` repeats them in one call of
+C, together with the launches.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Copy engines move data to peers beside a kernel that waits for the flags they raise.
+"""Copy engines move data to peers, beside a kernel that waits for the data. No multiprocessor moves data (the
+dma of T3).
 
-No multiprocessor moves data (the dma of T3). Behind each copy, another copy of 4 bytes raises a flag of the
-receiver. The kernel of the receiver clears its flags and gives a credit; the sender waits for the credit
-before it stores again. Nothing depends on the epoch, so that a captured graph can be replayed, and a call
-can be started again with other operands.
+- After each copy, another copy of 4 bytes sets a counter of the receiver, for which its kernel waits.
+- The last program of the receiver's kernel sets its counters back to 0 and gives credit to the sender. The
+  sender's copy stream takes the credit before its next call stores again.
+- Nothing depends on the epoch. So a captured graph can be replayed, and a call can be repeated with other
+  operands.
 """
 
 from collections.abc import Iterator

@@ -4,12 +4,12 @@
     second                                    placed as blocks end, load operands   grid_wait   read the sums
 
 `grid_wait` (PTX: griddepcontrol.wait) returns once the kernels before have ended and their stores can be
-read. Every kernel that is launched in this manner calls it. The second kernel may read memory before that
-call only if the first kernel does not write it.
+read. Every kernel that is launched in this manner calls `grid_wait`. Before that call, the second kernel may
+read only memory that the first kernel does not write.
 
 The second kernel holds multiprocessors while it waits. So the first kernel calls `launch_dependents` only
-when it waits for no other kernel any more: when all peers have started the call. If it does not call it, the
-second kernel is placed when all blocks of the first one have ended.
+when all its peers have started the call: from then on it waits for no other kernel. If the first kernel does
+not call `launch_dependents`, the second one is placed when all blocks of the first one have ended.
 
 CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
 """

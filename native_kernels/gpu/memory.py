@@ -1,4 +1,4 @@
-"""Memory that all ranks of a group map, how much of it a call needs, and how Triton kernels start."""
+"""The memory that all ranks of a group map, the amount that a call needs, and launches of Triton kernels."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields

@@ -1,8 +1,8 @@
-"""Kernels that are launched again: what the first launch decided, with other addresses, in one call of C.
+"""Repeats the launches of a call with other addresses, in one call of C.
 
-`recording()` notes the launches of a call, `prepare` makes them callable with the addresses of the operands
-alone. What cannot be prepared goes on through its launcher, as does everything without the library
-(`launch.cpp`, a plain C ABI as that of the CPU kernels) or without the driver's bindings.
+`recording()` records the launches of a call. `prepare` makes them callable with the addresses of the operands
+alone. A launch that cannot be prepared goes through its launcher again. So do all launches without the
+library (`launch.cpp`, a plain C ABI like that of the CPU kernels) or without the driver's bindings.
 """
 
 from __future__ import annotations

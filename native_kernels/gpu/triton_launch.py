@@ -1,4 +1,4 @@
-"""What Triton's launcher gives the driver, for `prepared.py`: the parameters of a compiled kernel, in bytes.
+"""The parameters that Triton's launcher passes to the driver for a kernel, as bytes for `prepared.py`.
 
 The layout is that of Triton 3.6 (`backends/nvidia/driver.py`); kernels of other releases are not prepared.
 """

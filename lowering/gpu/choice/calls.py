@@ -1,4 +1,4 @@
-"""Calls of ops as kernels take them: how one is run in the way that is chosen, or in a way that is named."""
+"""Runs a call of an op: in the way that the policy `auto` chooses, or in a way that is given by its name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Predictions corrected by measured points: the factor between measured and predicted, near the points.
+"""Corrects predictions by measured points: a prediction is multiplied by the factor between measured and
+predicted time of the points near it.
 
 The points of one weight (K, N, ranks) are a curve along the tokens: the logarithm of the factor, straight
-between neighbours, and level beyond the ends. The curves of the nearest weights are averaged, by weights that
-fade with the distance, against a factor of 1. At a point the measured time comes out.
+between neighbours, and level beyond the ends. The correction is the average of the curves of the nearest
+weights, and of a factor of 1 for the formula. A curve counts less the farther its weight is away. At a point
+the result is the measured time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The properties of a GPU that predictions scale with, as the driver and NVML tell them."""
+"""The properties of a GPU by which predictions scale, as the driver and NVML report them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Kernels as records, and the ways to run a call that follow from them.
+"""Kernels as records, and the ways to run a call that follow from these records.
 
-All that differs from kernel to kernel is in its record. Choosing, measuring, naming and calling a way read
-the record, and are written once.
+The record of a kernel has everything that differs from kernel to kernel. The code that chooses, measures,
+names and calls ways reads the record, and is the same for all kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launches of a way: what every call of every op does before and after its kernel."""
+"""Launches the kernel of a way, with the steps before and after the launch that all calls have in common."""
 
 from __future__ import annotations
 

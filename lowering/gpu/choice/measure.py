@@ -1,4 +1,4 @@
-"""Measures ways to run a problem on the GPUs of a group, on all its ranks together."""
+"""Measures the ways to run a problem, on the GPUs of all ranks of a group together."""
 
 from __future__ import annotations
 

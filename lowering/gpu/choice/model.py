@@ -1,7 +1,7 @@
-"""What a way takes on one kind of GPU: the formulas of its work with constants that were fitted.
+"""The time of a way on one kind of GPU: the formulas of its work, with fitted constants.
 
-`constants/<gpu>.json` has the constants of the kinds that were measured. Other kinds take those of one of
-them. Rates are fractions of peaks that a GPU reports, so they scale with the GPU.
+`constants/<gpu>.json` has the constants of the kinds of GPUs that were measured. Any other kind takes the
+constants of H200. Rates are fractions of the peaks that a GPU reports, so they scale with the GPU.
 """
 
 from __future__ import annotations

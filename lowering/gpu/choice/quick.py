@@ -1,4 +1,4 @@
-"""How calls of an op find what an earlier one has prepared, past the dispatcher (`lowering/direct.py`)."""
+"""How a call of an op finds a call that was prepared earlier, past the dispatcher (`lowering/direct.py`)."""
 
 from __future__ import annotations
 

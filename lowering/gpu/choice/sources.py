@@ -1,4 +1,4 @@
-"""The sources of kernels, as short digests: a measured time belongs to what ran."""
+"""Short digests of the sources of kernels. A measured time holds for the sources that ran."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Times calls that all ranks of a group make together on their GPUs, several variants side by side.
 
-Calls are captured as a CUDA graph, which is replayed for some milliseconds: ranks leave a barrier some
-microseconds apart, which would dominate a few short calls. GPUs at their power limit become slower within
-seconds: all variants are sampled in turn, round after round, so that they meet the same clocks. All decisions
-follow from the timings of all ranks: what fails on one rank fails on all.
+- Calls are captured as a CUDA graph, which is replayed for some milliseconds. Ranks leave a barrier some
+  microseconds apart, and these microseconds would dominate the time of a few short calls.
+- All variants are sampled in turn, round after round. GPUs at their power limit become slower within seconds,
+  and so all variants run at the same clocks.
+- All decisions follow from the timings of all ranks. A variant that fails on one rank fails on all.
 """
 
 from __future__ import annotations

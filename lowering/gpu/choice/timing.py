@@ -1,4 +1,4 @@
-"""Timings of the ways to run something: how many, in which order, and which ways are timed again."""
+"""How many timings are made of several ways, in which order, and which ways are timed again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The work of ways, in sizes, and the time that it takes: formulas with a few constants each.
+"""The work of a way, as sizes, and formulas for the time that the work takes, with a few constants each.
 
 A rate among the constants is a fraction of a peak that the GPU reports, so the constants serve other GPUs,
-too. Times are in microseconds. Every constant is positive. `CONSTANTS` of a class has the value at which a
-fit begins, and how far from there the constant may lie: the standard deviation of its logarithm.
+too. Times are in microseconds. Every constant is positive. `CONSTANTS` of a class has two numbers for each
+constant: the value at which a fit begins, and the standard deviation of its logarithm.
 """
 
 from __future__ import annotations

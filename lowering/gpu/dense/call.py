@@ -1,8 +1,8 @@
 """The dense ops on GPUs, as `FusedOp.cuda` calls them: choose a way, run it.
 
-`FusedOp.gpu_gap` has found no gap in the arguments. An empty matrix is left to the reference, once the ranks
-have compared what they may have of their own. All decisions depend only on values that are equal on all
-ranks.
+The arguments have no gap: `FusedOp.gpu_gap` was asked before. A call with an empty matrix runs the reference,
+after the ranks have compared the sizes that may differ between them. All decisions depend only on values that
+are equal on all ranks.
 """
 
 from __future__ import annotations

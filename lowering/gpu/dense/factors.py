@@ -1,4 +1,4 @@
-"""What a rank brings to a reduction: matmuls that kernels multiply, or a product that torch computes."""
+"""The product that a rank brings to a reduction: matmuls that a kernel multiplies, or a product by torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The kernels of all_gather_matmul: `launch(at, config, part, w, out, kept, bias, outer)`.
 
-w, out, bias: a list each, with an entry a weight; bias may be empty. Kernels of few rows take one weight.
-kept: where X is stored for the caller; None where nobody keeps it.
+w, out, bias: lists with an entry for each weight; bias may be empty. Kernels of few rows take one weight.
+kept: where X is stored for the caller; None if the call does not return X.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random calls of dense problems, which are measured."""
+"""Random operands of dense problems, for measurements."""
 
 from __future__ import annotations
 

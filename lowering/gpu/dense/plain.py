@@ -1,6 +1,6 @@
-"""Dense calls in their plain form, in a way that is named: for measurements, traces and benchmarks.
+"""Dense calls in their plain form, in a way that is given by its name: for measurements, traces, benchmarks.
 
-The plain form of a call is a sum, without a bias. The x and w of several terms of a sum, and several weights
+The plain form of a call is a sum without a bias. The x and w of several terms of a sum, and several weights
 of a gather, lie side by side in one matrix.
 """
 

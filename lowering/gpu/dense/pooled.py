@@ -1,6 +1,7 @@
-"""Problems of matmul_all_reduce and matmul_reduce_scatter whose product is a sum of rows of this rank: bags
-of embedding tables, rows that experts have for tokens, and rows of a vocabulary. The choice of a way reads
-all of them alike."""
+"""Problems of matmul_all_reduce and matmul_reduce_scatter whose product is a sum of rows of this rank.
+
+The rows are those of embedding bags, of experts, or of a vocabulary. The choice of a way treats all alike.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The kernels of matmul_all_reduce and matmul_reduce_scatter: `launch(at, config, x, w, out, how)`.
 
-x, w: the operands of all terms of a sum, a list each. A kernel that adds up what cuBLAS has multiplied
-(`EXCHANGES`) gets the product as the only entry of x, and an empty w.
+x, w: lists, with the operands of all terms of a sum. A kernel that exchanges a product which torch has
+computed (`EXCHANGES`) gets the product as the only entry of x, and an empty w.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tails on GPUs: how they are described to kernels, and the kernel that applies one behind any way."""
+"""Tails on GPUs: their description for kernels, and the kernel that applies a tail after any way."""
 
 from __future__ import annotations
 

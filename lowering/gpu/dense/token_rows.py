@@ -1,5 +1,5 @@
-"""Calls of `exchange_tokens` and `exchange_token_packets`, which add up rows for every token, and the tokens
-over the ranks."""
+"""Calls of `exchange_tokens` and `exchange_token_packets`. These kernels add up the rows of every token, and
+then every token over the ranks."""
 
 from __future__ import annotations
 

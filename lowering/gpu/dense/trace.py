@@ -1,4 +1,4 @@
-"""Records what the programs of one fused call do, and when."""
+"""Records the events of all programs of one fused call, with their times."""
 
 from __future__ import annotations
 

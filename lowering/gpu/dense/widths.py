@@ -1,4 +1,4 @@
-"""Widths of tiles of a matmul: the last wave of tiles is fuller with some than with others."""
+"""Widths of the tiles of a matmul. The width decides how full the last wave of tiles is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Calls of embedding_bag_all_to_all that are like one before: the descriptors of its tables, with other
-addresses and numbers of indices.
+"""Repeats a call of embedding_bag_all_to_all with other indices.
 
-A call has three tensors a table, so that looking at them takes most of its time: torch compares the layouts
-of a list in one call of C.
+The call uses the descriptors of the tables of an earlier call, with other addresses and numbers of indices. A
+call has three tensors a table, and comparing their layouts would take most of its time. So torch compares the
+layouts of a whole list in one call of C.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ops of embedding bags on GPUs, as `FusedOp.cuda` calls them: check sizes, choose a way, run it.
 
-All decisions depend only on arguments that are equal on all ranks. Calls of one kind must have the same
-number and dtypes of a rank's own tables. An update is the kernel of the backward, with a rule.
+All decisions depend only on arguments that are equal on all ranks. On each rank, all calls of one kind have
+tables of the same number and dtypes. An update is the kernel of the backward, with the rule of an optimizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels of embedding bags: they exchange pooled rows, or only pool them for the collective.
+"""The kernels of embedding bags. A kernel pools rows and exchanges them, or only pools them for a collective.
 
 Of the forward `launch(at, config, descriptors, tables, places, out)`, of the backward and of updates
 `launch(at, config, descriptors, tables, places, entries, grad, exchanged)`.

@@ -1,4 +1,4 @@
-"""Where pooled rows and their gradients lie, in every layout of the exchange."""
+"""The places of pooled rows and of their gradients, in every layout of the exchange."""
 
 from __future__ import annotations
 

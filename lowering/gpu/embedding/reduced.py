@@ -1,8 +1,8 @@
 """matmul_all_reduce and matmul_reduce_scatter on GPUs where their product is `bags`.
 
-Each rank has some rows of every table, and pools those. The op sums the pooled rows over the ranks. This
+Each rank has some rows of every table, and pools these rows. The op sums the pooled rows over the ranks. This
 file has the problem, its ways, and the functions that `FusedOp.cuda` calls. Choices depend only on arguments
-that are equal on all ranks, so not on the number of rows or of indices.
+that are equal on all ranks. The numbers of rows and of indices are not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""matmul_all_reduce and matmul_reduce_scatter on GPUs where their product is `rows` of an embedding table, of
-which each rank has a part.
+"""matmul_all_reduce and matmul_reduce_scatter on GPUs where their product is `rows` of an embedding table.
 
-A kernel reads the rows of this rank and sends them. Tokens of other ranks are masked. This file has the
-problem and the function that `FusedOp.cuda` calls. Choices depend only on arguments that are equal on all
-ranks.
+Each rank has some rows of the table. A kernel reads the rows of this rank and sends them. Tokens whose rows
+another rank has are masked. This file has the problem and the function that `FusedOp.cuda` calls. Choices
+depend only on arguments that are equal on all ranks.
 """
 
 from __future__ import annotations

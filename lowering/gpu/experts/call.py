@@ -1,8 +1,8 @@
 """The expert ops on GPUs, as `FusedOp.cuda` calls them: check sizes, choose a way, run it.
 
-`FusedOp.gpu_gap` has found no gap in the arguments. For sizes that the kernels do not take, the functions
-return NotImplemented, and the reference runs. All decisions depend only on arguments that are equal on all
-ranks.
+The arguments have no gap: `FusedOp.gpu_gap` was asked before. For sizes that the kernels do not take, the
+functions return NotImplemented, and the reference runs. All decisions depend only on arguments that are equal
+on all ranks.
 """
 
 from __future__ import annotations

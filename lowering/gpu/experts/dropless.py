@@ -1,11 +1,14 @@
 """Runs an expert op of any number of rows in a fused way.
 
-Splits differ from rank to rank, so no decision about a call may depend on them. Each host knows the splits of
-its rank. Before every call that is not captured, the hosts tell each other how many rows their ranks have.
-If a rank has more rows than there is room for, the memory of all ranks grows. The rows that the busiest rank
-computes decide which configuration of the kernel runs. With `config.equal_rows` ranks bring equally many
-rows: then each rank has room for all rows, and hosts do not meet. A captured call has the same rows in every
-replay; it takes the configuration of the last call that was not captured.
+Splits differ from rank to rank, so no decision about a call may depend on the splits of one rank. Before
+every call that is not captured, the hosts tell each other how many rows their ranks have:
+
+- If a rank has more rows than there is room for, the memory of all ranks grows.
+- The rows that the busiest rank computes decide which configuration of the kernel runs.
+
+With `config.equal_rows` all ranks bring the same number of rows. Then the hosts do not meet, and each rank
+has room for all rows. A captured call has the same rows in every replay, and takes the configuration of the
+last call that was not captured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random calls of expert problems, which are measured."""
+"""Random operands of expert problems, for measurements."""
 
 from __future__ import annotations
 

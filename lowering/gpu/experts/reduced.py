@@ -1,6 +1,7 @@
 """matmul_all_reduce and matmul_reduce_scatter on GPUs where their product is `grouped`.
 
-torch multiplies the rows of experts. A kernel adds these up token by token, and the tokens over the ranks.
+torch multiplies the rows of experts. A kernel adds up these rows token by token, and sums the tokens over the
+ranks.
 This file has the problem, its ways, and the functions that `FusedOp.cuda` calls. Choices depend only on
 arguments that are equal on all ranks.
 """

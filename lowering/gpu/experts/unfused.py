@@ -1,6 +1,6 @@
-"""Dropless expert ops with what torch ships where the host need not know the offsets: grouped_mm, then NCCL.
+"""Dropless expert ops by torch's grouped_mm and NCCL, without offsets on the host.
 
-The references of the ops read the offsets on the host, which waits for the GPU and cannot be captured.
+The references of the ops read the offsets on the host. That waits for the GPU, and cannot be captured.
 """
 
 from __future__ import annotations

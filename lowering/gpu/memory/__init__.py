@@ -1,1 +1,1 @@
-"""The symmetric memory of a group of GPUs, and descriptors of embedding tables."""
+"""The symmetric memory of a group of GPUs, its failures, and the descriptors of tensors."""

@@ -1,5 +1,5 @@
-"""Whether a kernel may be launched again without `GpuWorkspace.enter`: memory, stream and settings are the
-same as before."""
+"""Whether a prepared launch may be repeated without `GpuWorkspace.enter`: if memory, stream and settings are
+the same as before."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Memory that the ranks of a group make together, or none of them does; and how long it is kept.
+"""Allocates the memory of a group, on all ranks or on none, and frees it.
 
-Memory that has become too small is given back, and so is all memory of a group that is gone, unless a CUDA
-graph that was captured with it may still be replayed, here or, as far as the ranks have told each other, on a
-peer.
+Memory is freed when larger memory has replaced it, and when its group is destroyed. It is kept as long as a
+CUDA graph that was captured with it may be replayed, on this rank or on a peer. The ranks tell each other of
+such graphs when they meet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory of the host that the ranks of a group share: what each rank tells the others about its failures."""
+"""The board: host memory that the ranks of a group share, in which each rank tells the others of failures."""
 
 from __future__ import annotations
 

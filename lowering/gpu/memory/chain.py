@@ -1,4 +1,4 @@
-"""The order of the fused kernels of a device."""
+"""Keeps the fused kernels of a device in one order, by an event."""
 
 from __future__ import annotations
 

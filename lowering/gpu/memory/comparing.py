@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other before the first call of a kind, or before they choose a way."""
+"""Compares calls between ranks: all of a call before the first of its kind, sizes before a way is chosen."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Descriptors of tables on the device: written once, as long as they do not change.
+"""Descriptors of tensors in device memory.
 
-A descriptor is a list of int64 words, in bytes: addresses, sizes and strides of the tables of a call. Calls
-of a group run one after another, so that a later call may overwrite what an earlier one has read. A captured
-call keeps the descriptor that it found. If it found none, the graph writes the descriptor at every replay, to
-a slot that such calls share.
+A descriptor is a list of int64 words, in bytes: addresses, sizes and strides of the tensors of a call. A
+descriptor that is on the device already is not written again. Calls of a group run one after another, so a
+later call may overwrite a descriptor that an earlier call has read.
+
+A captured call keeps the descriptor that it found. If it found none, the graph writes the descriptor at every
+replay, to a slot that all such calls share.
 """
 
 from __future__ import annotations

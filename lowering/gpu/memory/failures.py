@@ -1,9 +1,10 @@
-"""What fails in the kernels of one group: found on this rank or told by a peer, named, logged and raised.
+"""Failures of the kernels of one group: found on this rank or told by a peer, then named, logged and raised.
 
-Kernels write the failure record of their rank, in pinned memory of the host. A host that finds a failure in
-it tells its peers through the `Board`, and all hosts let the waits of their kernels stop. Each rank then
-says for which rank it waited. The lost rank is the one that others wait for and that waits for none itself;
-all ranks name it.
+1. A kernel writes the failure record of its rank, in pinned memory of the host.
+2. The host that finds a failure in its record tells its peers through the `Board`.
+3. All hosts make the waits of their kernels give up.
+4. Each rank writes to the board for which rank it waited. The *lost* rank is the one for which others wait
+   and that waits for no rank itself. All ranks name it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which CUDA graphs use memory, as far as only the driver knows."""
+"""Whether CUDA graphs that use memory still live. Only the driver knows when a graph is destroyed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hosts of a group tell each other before a call."""
+"""The hosts of a group tell each other numbers before a call."""
 
 from __future__ import annotations
 

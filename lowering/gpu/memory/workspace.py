@@ -1,8 +1,9 @@
-"""Memory that the GPUs of one group map, and the rules of its use: who makes it, how it grows, what fails.
+"""The workspace of a group: the memory that its GPUs map, and the checks before every launch.
 
-Made when a group first needs it, by all its ranks together; grown in steps when a call needs more, never
-while a CUDA graph is captured (`allocation.py`). Fused calls of one device run one after another, whatever
-their groups and streams: kernels that wait for peers must not run two at once.
+All ranks of a group make the memory together when the group first needs it. It grows in steps when a call
+needs more, but never while a CUDA graph is captured (`allocation.py`). Fused calls of one device run one
+after another, whatever their groups and streams, because two kernels that wait for peers must not run at the
+same time.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The optimizer's step on GPUs: its kernel, beside plain torch with NCCL."""
+"""The steps of optimizers on GPUs: their kernels, and the ways of torch and NCCL that these replace."""

@@ -1,4 +1,4 @@
-"""Steps of an optimizer that are like one before: the same parameters, and gradients that are laid out alike.
+"""Repeats a step of an optimizer, with the same parameters and gradients of the same layout.
 
 The hosts still tell each other that they make the step. The descriptors of the tensors differ from those of
 the step before only in the addresses of gradients and in the rates.

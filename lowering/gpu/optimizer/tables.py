@@ -1,4 +1,4 @@
-"""The descriptors of tensors for the kernel of reduce_update_gather: buckets, addresses, numbers."""
+"""The descriptors of tensors for the kernels of reduce_update_gather: buckets, addresses, numbers."""
 
 from __future__ import annotations
 

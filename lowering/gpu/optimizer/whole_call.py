@@ -1,5 +1,4 @@
-"""all_reduce_update on GPUs. The hosts send each other nothing: the graph of each rank has all that the ranks
-must call alike."""
+"""all_reduce_update on GPUs. The hosts send each other nothing: the graphs of all ranks call it alike."""
 
 from __future__ import annotations
 

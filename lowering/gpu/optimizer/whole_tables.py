@@ -1,5 +1,5 @@
-"""The descriptors of tensors for the kernels of all_reduce_update. Words of buckets and numbers are those of
-`tables`."""
+"""The descriptors of tensors for the kernel of all_reduce_update. `tables` has the words of buckets and of
+numbers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Compiles CUDA C++ and launches kernels, and what launchers of alike kernels share."""
+"""Compiles CUDA C++, launches kernels, and has functions that several launchers share."""

@@ -1,4 +1,4 @@
-"""For launchers of the expert kernels: how rows of experts are cut into tiles."""
+"""How rows of experts are cut into tiles. The launchers of the expert kernels share this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For launchers of kernels over gemm.cuh: shared memory, parameters, tensor maps, numbers of blocks."""
+"""Shared memory, parameters, tensor maps and numbers of blocks: for launchers of kernels over gemm.cuh."""
 
 from __future__ import annotations
 
