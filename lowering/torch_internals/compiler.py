@@ -173,11 +173,16 @@ def compiling_variants() -> Iterator[None]:
 
 
 def order_calls(namespace: str) -> None:
-    """From now on (call it once) Inductor keeps the ops of a namespace, and the order of these ops and of
-    collectives, as the graph has it. By itself it does so for collectives alone. Custom ops that do not
-    depend on each other are ordered by the memory that they need, which differs between ranks where their
-    graphs do. Custom ops whose results are not read are erased, and Inductor reads no tensor without
-    elements: a rank that gets no rows would skip an op that its peers call."""
+    """From now on (call it once) Inductor keeps the ops of a namespace, and their order in the graph.
+
+    By itself Inductor keeps the order of collectives alone, and erases custom ops whose results are not read:
+    a rank that gets no rows would skip an op that its peers call. It orders all other kernels by the memory
+    that they need, which differs between ranks where their sizes do. So these orders are kept, too:
+
+    - that of the ops and collectives: ranks that differ would wait for each other forever;
+    - that of the ops and kernels that Inductor does not generate, such as matmuls. If one rank multiplies
+      before such an op and another one behind it, each of them waits for the matmul of the other.
+    """
     from torch._inductor import comms, ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import contains_collective
@@ -189,16 +194,33 @@ def order_calls(namespace: str) -> None:
         overload = inner.op_overload if type(inner) is ir.FallbackKernel else None
         return isinstance(overload, torch._ops.OpOverload) and overload.namespace == namespace
 
+    def is_long(node: Any) -> bool:
+        no_kernel = ir.MultiOutput, ir.NopKernel, ir._CollectiveKernel
+        return node.is_template() or (node.is_extern() and not isinstance(node.node, no_kernel))
+
+    def put_behind(node: Any, before: Any) -> None:
+        changed = next(iter(node.get_buffer_names()))
+        for name in before.get_buffer_names():
+            node.add_fake_dep(WeakDep(name, mutating_buf=changed, is_fake=True))
+
     def decide(nodes: list[Any], *rest: Any) -> list[Any]:
         if not any(map(is_ours, nodes)):
             return stock(nodes, *rest)
-        ordered = [node for node in nodes if is_ours(node) or contains_collective(node)]
         for node in filter(is_ours, nodes):
             node.has_side_effects = lambda: True  # so that it is not erased
-        for before, node in itertools.pairwise(ordered):
-            changed = next(iter(node.get_buffer_names()))
-            for name in before.get_buffer_names():
-                node.add_fake_dep(WeakDep(name, mutating_buf=changed, is_fake=True))
+        for before, node in itertools.pairwise(n for n in nodes if is_ours(n) or contains_collective(n)):
+            put_behind(node, before)
+        latest: Any = None
+        since: list[Any] = []  # long kernels behind the latest of the ops
+        for node in nodes:
+            if is_ours(node):
+                for before in since:
+                    put_behind(node, before)
+                latest, since = node, []
+            elif is_long(node):
+                if latest is not None:
+                    put_behind(node, latest)
+                since.append(node)
         return nodes
 
     comms.decide_global_ordering_of_comms = decide

@@ -207,6 +207,29 @@ def test_generated_code_keeps_the_order_of_the_graph(rows: int) -> None:
     assert operands[0] == ["arg0_1", "arg1_1"] != operands[1], calls
 
 
+def with_other_matmuls(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of weights in a backward graph stand so: no collective needs them."""
+    first = reduce(x @ w)
+    p = w @ x
+    second = reduce(x.cos() @ w)
+    q = x.sin() @ w
+    return (first.sin() + 1).sum(), p, second.sum(), q.sum(), reduce(w.cos() @ x).sum()
+
+
+def test_matmuls_keep_their_places_between_fused_ops() -> None:
+    """Whatever the sizes. If one rank multiplied before a fused op and another one behind it, each would wait
+    for the matmul of the other."""
+    orders = []
+    for rows in (8, 512):
+        torch._dynamo.reset()
+        with fake_group(2), autofuse.config.patch(policy="always"), torch.no_grad():
+            x, w = torch.ones(rows, 16), torch.ones(16, rows)
+            _, (code,) = run_and_get_code(torch.compile(with_other_matmuls, backend="autofuse"), x, w)
+        orders.append(re.findall(r"extern_kernels\.mm|direct\.matmul_all_reduce", code))
+    assert len(orders[0]) == 5
+    assert orders[0] == orders[1]
+
+
 def _numbers(rank: int, world: int, program: Program) -> None:
     torch._dynamo.reset()
     x, w = integers(rank, 8, 8) / 8, integers(9 + rank, 8, 8) / 8
