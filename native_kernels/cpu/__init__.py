@@ -94,6 +94,12 @@ def address(tensor: Tensor) -> int:
 signal = function("af_signal", None, [c_void_p, c_uint64])
 # wait(slot, value, peer's header or None, epoch, hash, spin_us, timeout_ms) -> OK, TIMED_OUT or MISMATCH
 wait = function("af_wait", c_int, [c_void_p, c_uint64, c_void_p, c_uint64, c_uint64, c_int, c_int])
+# meet(slots of others, own slots, ranks, value, headers, epoch, hash, spin_us, timeout_ms): as `wait`
+meet = function(
+    "af_meet",
+    c_int,
+    [c_void_p, c_void_p, c_int, c_uint64, c_void_p, c_uint64, c_uint64, c_int, c_int],
+)
 # publish(header, epoch, hash, text, length)
 publish = function("af_publish", None, [c_void_p, c_uint64, c_uint64, c_char_p, c_uint64])
 

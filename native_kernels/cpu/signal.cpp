@@ -86,6 +86,16 @@ AF_EXPORT int af_wait(af::Slot* slot, uint64_t value, const af::Header* peer, ui
   return status == kPending ? int(af::kTimedOut) : status;
 }
 
+// Signal `value` to `out[rank]` of every rank, then wait for it at `in[rank]`. The first status that is not kOk.
+AF_EXPORT int af_meet(af::Slot* const* out, af::Slot* const* in, int world, uint64_t value,
+                      const af::Header* const* headers, uint64_t epoch, uint64_t hash, int spin_us, int timeout_ms) {
+  for (int rank = 0; rank < world; ++rank) af_signal(out[rank], value);
+  int status = af::kOk;
+  for (int rank = 0; rank < world && status == af::kOk; ++rank)
+    status = af_wait(in[rank], value, headers[rank], epoch, hash, spin_us, timeout_ms);
+  return status;
+}
+
 // Publish the call that this rank is in. `length` is at most the size of Header::text.
 AF_EXPORT void af_publish(af::Header* header, uint64_t epoch, uint64_t hash, const char* text, uint64_t length) {
   header->hash.store(hash, std::memory_order_relaxed);
