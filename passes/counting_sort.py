@@ -19,7 +19,7 @@ from torch import fx
 from .graph.anchors import find_anchors
 from .graph.emit import Emitter, erase_unused
 from .graph.follow import Shapes, argument, aten, dtype_of, tensor
-from .graph.segments import choice_of, counts_up
+from .graph.segments import choice_of, counts_up, prove
 
 _SORT = aten.sort.stable
 _REPEATED = aten.repeat_interleave.Tensor
@@ -54,6 +54,8 @@ def _segments(sort: fx.Node) -> tuple[fx.Node, int] | None:
     vector = tensor(counts)
     if count is None or vector is None or vector.dim() != 1 or dtype_of(counts) != torch.int64:
         return None
+    if not isinstance(Shapes().known(counts)[0], int):
+        return None
     return (numbers, count) if tensor(experts).shape == vector.shape else None  # type: ignore[union-attr]
 
 
@@ -69,13 +71,19 @@ def _repeats(experts: fx.Node) -> int | None:
 
 
 def _index(sort: fx.Node, numbers: fx.Node, experts: int) -> fx.Node:
-    """The index by counts, see `graph/segments.py`."""
+    """The index by counts, see `graph/segments.py`.
+
+    On a GPU each op that Inductor does not fuse delays the exchange by a launch, as two running sums and
+    repeat_interleave do (six launches). Sums of masked rows become two kernels, and there are few segments.
+    """
     emitter = Emitter(sort, Shapes())
     call = emitter.call
     counts = numbers.args[0]
     size = numbers.kwargs["output_size"]
     assert isinstance(counts, fx.Node)
     assert isinstance(size, (int, fx.Node))
+    vector = tensor(counts)
+    assert vector is not None
 
     def by_expert(of: fx.Node) -> fx.Node:
         return call(
@@ -84,9 +92,25 @@ def _index(sort: fx.Node, numbers: fx.Node, experts: int) -> fx.Node:
             [-1],
         )
 
-    starts = by_expert(call(aten.sub.Tensor, call(aten.cumsum.default, counts, 0), counts))
+    def at_most(bounds: fx.Node, values: fx.Node) -> fx.Node:
+        """Entry [i, j]: whether values[j] <= bounds[i]."""
+        return call(aten.ge.Tensor, call(aten.unsqueeze.default, bounds, 1), values)
+
+    order = emitter.numbers(vector.shape[0], counts)
+    up_to = at_most(order, order)
+
+    def running(of: fx.Node) -> fx.Node:
+        return call(aten.sum.dim_IntList, call(aten.mul.Tensor, of, up_to), [1])
+
     sizes = by_expert(counts)
-    ends = call(aten.cumsum.default, sizes, 0)
+    ends = running(sizes)
+    starts = by_expert(call(aten.sub.Tensor, running(counts), counts))
     shift = call(aten.add.Tensor, starts, call(aten.sub.Tensor, sizes, ends))
-    segments = call(_REPEATED, sizes, output_size=size)
-    return call(aten.add.Tensor, call(aten.index.Tensor, shift, [segments]), emitter.numbers(size, counts))
+    rows = emitter.numbers(size, counts)
+    if vector.device.type == "cpu":
+        segments = call(_REPEATED, sizes, output_size=size)
+    else:
+        segments = call(aten.sum.dim_IntList, at_most(rows, ends), [1])
+    index = call(aten.add.Tensor, call(aten.index.Tensor, shift, [segments]), rows)
+    prove(index)
+    return index
