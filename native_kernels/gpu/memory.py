@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,9 @@ FIRST_CREDIT = 8192
 
 FIRST_PRESENCE = FIRST_CREDIT + 8
 """Index of the first of W words of presence in `copy_signals`."""
+
+COPIED = torch.complex128
+"""16 bytes: index_select copies an element a thread, so that one of 2 bytes takes three times as long."""
 
 LONGEST_ROW = 1 << 20
 """Most bytes of a row in `inbox`. A second half that begins with a whole row begins up to as many later."""
@@ -158,6 +162,13 @@ class PeerMemory:
     def epoch(self) -> Tensor:
         """The number of the last call, int64 [1], on the device, which alone counts calls."""
         return self.state[State.EPOCH : State.EPOCH + 1]
+
+    def received(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A copy of what lies at the beginning of the half of this rank's inbox that the last call used: a
+        multiple of 16 bytes."""
+        count = prod(shape) * dtype.itemsize // COPIED.itemsize
+        halves = self.inbox.views[self.rank].view(COPIED).as_strided((2, count), (self.inbox.half(COPIED), 1))
+        return halves.index_select(0, self.epoch % 2).view(dtype).view(shape)
 
     @property
     def claims(self) -> Tensor:

@@ -34,7 +34,6 @@ from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combi
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import (
     dropless_dispatch_needs,
     dropless_dispatch_values,
-    dropless_exchanged,
 )
 from autofuse.native_kernels.gpu.memory import Need, PeerMemory
 
@@ -238,7 +237,7 @@ class DroplessDispatch(_Calls):
         if not keep and len(w) == count:
             return []
         assert rows.offsets is not None
-        exchanged = dropless_exchanged(memory, sum(rows.received), self._problem.k, dtype)
+        exchanged = memory.received((sum(rows.received), self._problem.k), dtype)
         rest = zip(w[count:], bias[count:], strict=True)
         products = [grouped_product(exchanged, wi, b, rows.offsets) for wi, b in rest]
         return products + [exchanged] * keep

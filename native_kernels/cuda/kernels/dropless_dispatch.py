@@ -125,13 +125,6 @@ def dropless_dispatch_values(received: Sequence[int], sent: Sequence[int]) -> Va
     return [(getattr(_Params, name).offset, pack(f"{len(ints)}i", *ints)) for name, ints in told.items()]
 
 
-def dropless_exchanged(memory: PeerMemory, rows: int, k: int, dtype: torch.dtype) -> Tensor:
-    """A copy of X, `[rows, K]`, after a launch."""
-    halves = memory.inbox.views[memory.rank].view(dtype)
-    halves = halves.as_strided((2, rows * k), (memory.inbox.half(dtype), 1))
-    return halves.index_select(0, memory.epoch % 2).view(rows, k)
-
-
 @per_memory
 def _prepared(
     memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,

@@ -162,9 +162,7 @@ def exchanged(memory: PeerMemory, x: Tensor, outer: int, config: DispatchConfig)
         parts[memory.rank] = x[memory.rank]
         runs = parts.view(world, experts, outer, -1, k).movedim(0, 2)
         return runs.reshape(experts, world * part_rows, k)
-    halves = memory.inbox.views[memory.rank].view(x.dtype)
-    halves = halves.as_strided((2, x.numel()), (memory.inbox.half(x.dtype), 1))
-    return halves.index_select(0, memory.epoch % 2).view(experts, world * part_rows, k)
+    return memory.received((experts, world * part_rows, k), x.dtype)
 
 
 @per_memory
