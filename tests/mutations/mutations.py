@@ -1177,8 +1177,15 @@ LAUNCHES = (
     Mutation(
         "fused ops are ordered by memory",
         "compiler.py",
-        "ordered = [node for node in nodes if is_ours(node) or contains_collective(node)]",
-        "ordered = [node for node in nodes if contains_collective(node)]",
+        "itertools.pairwise(n for n in nodes if is_ours(n) or contains_collective(n))",
+        "itertools.pairwise(n for n in nodes if contains_collective(n))",
+        _of("robustness", "order"),
+    ),
+    Mutation(
+        "matmuls are ordered by memory",
+        "compiler.py",
+        "            elif is_long(node):\n",
+        "            elif False:\n",
         _of("robustness", "order"),
     ),
     Mutation(
