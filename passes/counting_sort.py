@@ -5,8 +5,8 @@
     index       argsort(repeat_interleave(v, counts), stable=True)
 
 The rows that came from one rank for one expert are a segment. A stable sort moves segments as a whole, so
-`index` is the sum of `graph/segments.py`, with the segments in the order of experts. On a GPU a sort of
-64-bit numbers is some 20 launches. The exchange cannot start before them, because it takes the index.
+`index` is that of `graph/segments.py`, with the segments in the order of experts. On a GPU a sort of 64-bit
+numbers is some 20 launches. The exchange cannot start before them, because it takes the index.
 """
 
 from __future__ import annotations
@@ -71,46 +71,36 @@ def _repeats(experts: fx.Node) -> int | None:
 
 
 def _index(sort: fx.Node, numbers: fx.Node, experts: int) -> fx.Node:
-    """The index by counts, see `graph/segments.py`.
+    """The index by counts. In the order of `counts`, segment j
 
-    On a GPU each op that Inductor does not fuse delays the exchange by a launch, as two running sums and
-    repeat_interleave do (six launches). Sums of masked rows become two kernels, and there are few segments.
+        ends before row  old[j] = sum of counts[k] where k <= j                    of the rows that are sorted
+        ends before row  new[j] = sum of counts[k] where place(k) <= place(j)      of the result
+        index[i] = i + sum over j of (old[j] - new[j] where new[j] - counts[j] <= i < new[j])
+
+    There are few segments, and Inductor makes two kernels of these sums. Running sums and repeat_interleave
+    are six launches, each of which delays the exchange on a GPU.
     """
     emitter = Emitter(sort, Shapes())
     call = emitter.call
-    counts = numbers.args[0]
-    size = numbers.kwargs["output_size"]
+    counts, size = numbers.args[0], numbers.kwargs["output_size"]
     assert isinstance(counts, fx.Node)
     assert isinstance(size, (int, fx.Node))
-    vector = tensor(counts)
-    assert vector is not None
-
-    def by_expert(of: fx.Node) -> fx.Node:
-        return call(
-            aten.reshape.default,
-            call(aten.permute.default, call(aten.reshape.default, of, [-1, experts]), [1, 0]),
-            [-1],
-        )
+    segments = tensor(counts).shape[0]  # type: ignore[union-attr]
 
     def at_most(bounds: fx.Node, values: fx.Node) -> fx.Node:
         """Entry [i, j]: whether values[j] <= bounds[i]."""
         return call(aten.ge.Tensor, call(aten.unsqueeze.default, bounds, 1), values)
 
-    order = emitter.numbers(vector.shape[0], counts)
-    up_to = at_most(order, order)
+    def ends(places: fx.Node) -> fx.Node:
+        return call(aten.sum.dim_IntList, call(aten.mul.Tensor, counts, at_most(places, places)), [1])
 
-    def running(of: fx.Node) -> fx.Node:
-        return call(aten.sum.dim_IntList, call(aten.mul.Tensor, of, up_to), [1])
-
-    sizes = by_expert(counts)
-    ends = running(sizes)
-    starts = by_expert(call(aten.sub.Tensor, running(counts), counts))
-    shift = call(aten.add.Tensor, starts, call(aten.sub.Tensor, sizes, ends))
-    rows = emitter.numbers(size, counts)
-    if vector.device.type == "cpu":
-        segments = call(_REPEATED, sizes, output_size=size)
-    else:
-        segments = call(aten.sum.dim_IntList, at_most(rows, ends), [1])
-    index = call(aten.add.Tensor, call(aten.index.Tensor, shift, [segments]), rows)
+    order, rows = emitter.numbers(segments, counts), emitter.numbers(size, counts)
+    table = call(aten.reshape.default, order, [experts, segments // experts])  # places by expert, then rank
+    places = call(aten.reshape.default, call(aten.permute.default, table, [1, 0]), [segments])
+    old, new = ends(order), ends(places)
+    begun = at_most(rows, call(aten.sub.Tensor, new, counts))
+    inside = call(aten.mul.Tensor, begun, call(aten.logical_not.default, at_most(rows, new)))
+    shift = call(aten.mul.Tensor, call(aten.sub.Tensor, old, new), inside)
+    index = call(aten.add.Tensor, call(aten.sum.dim_IntList, shift, [1]), rows)
     prove(index)
     return index
