@@ -6,7 +6,7 @@ vectors `[R, K, 1]`, each row has a copy of the matrix of its expert.
 sum(P[order].view(T, k, N), 1)          rows in the order of tokens, k each
 sum(P: [E, T, N], 0)                    all experts have all tokens
 bmm(weights: [T, 1, k], rows: [T, k, N])    the same, weighted; and bmm(rows: [T, N, k], weights: [T, k, 1])
-index_add(base, 0, token, P)            and index_put and scatter_add that add
+index_add(base, 0, token, P)            and index_put and scatter_add that add, that of torchtitan, too
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ CHOICES = (aten.index.Tensor, aten.index_select.default)
 """Ops that may choose rows of experts."""
 _SUM = aten.sum.dim_IntList
 _ADDS = (aten.index_add.default, aten.index_put.default, aten.scatter_add.default)
+_OF_TORCHTITAN = "torchtitan::deterministic_scatter_add"
+"""A scatter_add of rows whose bits do not change from run to run. So are those of fused ops on CPUs."""
 
 Extend: TypeAlias = Callable[..., Product]
 MatchRows: TypeAlias = Callable[[fx.Node], "Product | Reject"]
@@ -45,7 +47,12 @@ def adds_rows(n: fx.Node) -> bool:
     """Whether the node may add rows up to tokens."""
     if n.target is aten.index_put.default:
         return bool(argument(n, 3, "accumulate", False))
-    return n.target in (_SUM, aten.bmm.default) or n.target in _ADDS
+    return n.target in (_SUM, aten.bmm.default) or n.target in _ADDS or _is_of_torchtitan(n)
+
+
+def _is_of_torchtitan(n: fx.Node) -> bool:
+    val = tensor(n) if isinstance(n.target, torch._ops.OpOverload) else None
+    return val is not None and val.device.type == "cpu" and n.target.name() == _OF_TORCHTITAN
 
 
 def rows_of_experts(n: fx.Node, shapes: Shapes) -> Product | Reject:
@@ -196,6 +203,9 @@ def _put(n: fx.Node) -> tuple[object, object, object]:
     """Base, rows and index of an op that adds rows."""
     if n.target is aten.index_put.default:
         return n.args[0], n.args[2], row_index(n.args[1])
+    if _is_of_torchtitan(n):
+        base, index, rows = n.args
+        return base, rows, repeated_index(index, rows)
     base, dim, index, rows = n.args[:4]
     if dim != 0 or argument(n, 4, "alpha", 1) != 1:
         return base, None, None

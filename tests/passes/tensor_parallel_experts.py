@@ -51,6 +51,17 @@ def grouped_mm_of_hugging_face(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return torch.ops.transformers.grouped_mm_fallback(x, w, ends)
 
 
+if not hasattr(torch.ops.torchtitan, "deterministic_scatter_add"):
+
+    @torch.library.custom_op("torchtitan::deterministic_scatter_add", mutates_args=())
+    def scatter_add_of_torchtitan(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
+        return out.scatter_add(0, index, src)
+
+    @scatter_add_of_torchtitan.register_fake
+    def _(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
+        return torch.empty_like(out)
+
+
 class Experts(nn.Module):
     """how: the spelling of the sum over the experts of a token; `scattered`: over the tokens of ranks;
     `shared`: one more expert has every token, and an all_reduce of its own."""
@@ -111,6 +122,9 @@ class Experts(nn.Module):
             return torch.zeros_like(x).index_add(0, token, out.to(x.dtype))
         if self.how == "scatter_add":
             return torch.zeros_like(x).scatter_add(0, token.unsqueeze(-1).expand(-1, D), out.to(x.dtype))
+        if self.how == "scatter_add of torchtitan":
+            index = token.unsqueeze(-1).expand(-1, D)
+            return torch.ops.torchtitan.deterministic_scatter_add(torch.zeros_like(x), index, out.to(x.dtype))
         if self.how == "index_put from the end":
             return torch.zeros_like(x).index_put((token - TOKENS,), out.to(x.dtype), accumulate=True)
         back = torch.empty_like(order)
@@ -193,6 +207,9 @@ PROGRAMS: dict[str, Program] = {
     "index_add": Program(build("index_add"), {"inference": [AR]}, tolerance=0.02),
     "scatter_add, scattered": Program(
         build("scatter_add", scattered=True), {"inference": [RS]}, tolerance=0.02
+    ),
+    "scatter_add of torchtitan, scattered": Program(
+        build("scatter_add of torchtitan", scattered=True), {"inference": [RS]}, tolerance=0.02
     ),
     "grouped matmuls of Hugging Face": Program(
         build("sum", torch.float32, grouped=grouped_mm_of_hugging_face), {"inference": [AR]}
