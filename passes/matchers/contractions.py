@@ -9,7 +9,7 @@ from torch import fx
 
 from autofuse.lowering.reference.bags import Pooling
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, is_cast, is_view, tensor
-from autofuse.passes.graph.layout import Layout, Size, prod, same_shape
+from autofuse.passes.graph.layout import Layout, Size, prod, same_shape, same_size
 from autofuse.passes.reasons import Reason, Reject
 
 from .bags import Bag, check_bags, read_bag
@@ -161,12 +161,13 @@ def contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         x, w, scale_a, scale_b = args[:4]
         out_dtype = argument(n, 6, "out_dtype")
         extras = [argument(n, 4, "bias"), argument(n, 5, "scale_result")]
-        scalar = all((t := tensor(s)) is not None and t.numel() == 1 for s in (scale_a, scale_b))
-        if any(e is not None for e in extras) or out_dtype is None or not scalar:
+        scales = _scales(scale_a, scale_b, () if batched else shape, shapes)
+        if any(e is not None for e in extras) or out_dtype is None or scales is None:
             return Reject(
-                Reason.UNSUPPORTED_VARIANT, f"{n.name}: only scalar scales, no bias, explicit dtype"
+                Reason.UNSUPPORTED_VARIANT,
+                f"{n.name}: only scalar scales or one a row and column, no bias, explicit dtype",
             )
-        operands = (Operand(scale_a), Operand(scale_b))
+        operands = scales
         stage = f"scaled_mm %0 %1 {str(out_dtype).removeprefix('torch.')}"
     else:
         x, w = args[:2]
@@ -190,3 +191,14 @@ def contraction(n: fx.Node, shapes: Shapes, batched: bool) -> Product | Reject:
         layout = Layout(Layout.of(shape).dims[1:])
     biases = (bias,) if batched else ()
     return Product((x,), (w,), (stage,), operands, shape, dtype, layout, n, layout, bias=biases)
+
+
+def _scales(a: fx.Node, b: fx.Node, shape: tuple[Size, ...], shapes: Shapes) -> tuple[Operand, ...] | None:
+    """The scales of both operands of a `_scaled_mm`: two numbers, or, of a matmul of this shape, one for each
+    row of x and one for each column of w. None if they are others, such as one for each block."""
+    scales = Operand(a), Operand(b)
+    sizes = shapes.known(a), shapes.known(b)
+    if all(same_size(prod(size), 1) for size in sizes):
+        return scales
+    of_rows = shape and same_shape(sizes[0], (shape[0], 1)) and same_shape(sizes[1], (1, shape[1]))
+    return scales if of_rows and dtype_of(a) == dtype_of(b) == torch.float32 else None

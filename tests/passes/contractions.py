@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .dense import AG, AR, BF16, RS, D, H, fuses, gathered, plain, reduced, scattered, stays
+from .gathered_products import MG
 from .harness import Program
 
 # --- matmul -> all_reduce, reduce_scatter -------------------------------------------------------------
@@ -48,6 +50,23 @@ def addmm(beta: float, alpha: float) -> Callable[..., Tensor]:
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
     return reduced(F.linear(x, w))
+
+
+def scaled_rows(collective: Callable[[Tensor], Tensor], bias: bool = False) -> Callable[..., Tensor]:
+    """Dynamic quantisation to float8 with a scale for each row of x and of w, as torchao has it."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        (x8, a), (w8, b) = (_to_float8(t) for t in (x.view(-1, x.shape[-1]), w))
+        added = w[:, 0].contiguous() if bias else None
+        y = torch._scaled_mm(x8, w8.t(), a, b.t().contiguous(), added, out_dtype=x.dtype)
+        return collective(y.view(*x.shape[:-1], -1))
+
+    return fn
+
+
+def _to_float8(t: Tensor) -> tuple[Tensor, Tensor]:
+    scale = t.float().abs().amax(-1, keepdim=True) / 448
+    return (t / scale).to(torch.float8_e4m3fn), scale
 
 
 def matrix_vector(w: Tensor, x: Tensor) -> Tensor:
@@ -177,7 +196,14 @@ def gather_two_scatter(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 X2, X3, W2, WT = (8, H), (2, 8, H), (D, H), (H, D)
 G2, G3 = (4, H), (3, 5, H)
+F8, F8W = (2, 8, 32), (48, 32)
 BOTH = {"inference": [AG, RS]}
+
+
+def scaled(fn: Callable[..., Tensor], pattern: str, **options: Any) -> Program:
+    build = plain(fn, F8, F8W, dtype=BF16)
+    return Program(build, {"inference": [pattern]}, tolerance=0.02, **options)
+
 
 PROGRAMS: dict[str, Program] = {
     "einsum, transposed": fuses(AR, einsum("bsk,kn->nbs"), X3, WT),
@@ -194,6 +220,18 @@ PROGRAMS: dict[str, Program] = {
     "addmm, beta and alpha": fuses(AR, addmm(0.5, 2), (D,), X2, WT),
     "addmm, beta 0": fuses(AR, addmm(0, 2), (D,), X2, WT),
     "addmm, column": fuses(AR, addmm(1, 1), (8, 1), X2, WT),
+    "float8, scaled rows": scaled(scaled_rows(reduced), AR, worlds=(2, 4)),
+    "float8, scaled rows, dynamic": scaled(scaled_rows(reduced), AR, dynamic=True),
+    "float8, scaled rows, scattered": scaled(scaled_rows(lambda y: scattered(y, 1)), RS, worlds=(2, 4)),
+    "float8, scaled rows, columns scattered": scaled(
+        scaled_rows(lambda y: scattered(y.unflatten(-1, (3, 16)), -1)), RS
+    ),
+    "float8, scaled rows, gathered": scaled(scaled_rows(lambda y: gathered(y, 1)), MG),
+    "float8, scaled rows, bias": Program(
+        plain(scaled_rows(reduced, bias=True), F8, F8W, dtype=BF16),
+        kept={"inference": ["unsupported_variant"]},
+        tolerance=0.02,
+    ),
     "vector": fuses(AR, linear, (H,), W2),
     "matrix times vector": stays("no_compute", matrix_vector, W2, (H,)),
     "transposed input": fuses(AR, transposed_input, X3, W2),
