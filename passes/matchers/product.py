@@ -83,6 +83,9 @@ def match_product(
     found = _match(node, shapes, batched, shape)
     if isinstance(found, Reject):
         return found
+    own = next((n for o in found.operands for n in o.nodes if n in found.inner), None)
+    if own is not None:
+        return Reject(Reason.EXTRA_USERS, f"{own.name} is also an operand behind the matmul")
     taken = found.inner | {found.last, *(head for head, _ in found.heads)}
     free = stages_of(found) if read_inside else frozenset()
     for inner in found.inner - {found.rows} - made_of_rows(found) - free:

@@ -137,6 +137,18 @@ def moved_heads_scaled(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     return reduced(F.linear(x, w).unflatten(-1, (4, D // 4)).transpose(1, 2) * scale)
 
 
+def squared(x: Tensor, w: Tensor) -> Tensor:
+    y = F.linear(x, w)
+    return reduced(y * y)
+
+
+def squared_and_read(x: Tensor, w: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Values from the matmul on are factors, and are read elsewhere."""
+    y = F.linear(x, w)
+    z = y + residual
+    return reduced((z - y) * z), y.cos()
+
+
 def half(x: Tensor, w: Tensor) -> Tensor:
     return reduced(F.linear(x, w)[:4])
 
@@ -211,6 +223,8 @@ PROGRAMS: dict[str, Program] = {
     "moved, residual": fuses(RS, moved_residual, X3, W2, (8, 2, D)),
     "moved, masked rows": fuses(AR, moved_rows_masked, X3, W2, Y3),
     "moved, scaled heads": stays("layout", moved_heads_scaled, X3, W2, (4, 1, 1)),
+    "squared": stays("extra_users", squared, X3, W2),
+    "squared and read": stays("extra_users", squared_and_read, X3, W2, Y3),
     "half of the rows": stays("layout", half, X2, W2),
     "reordered rows": stays("no_compute", reordered_rows, X2, W2, (8,)),
     "two reduced": fuses(AR, two_reduced, X3, W2, X3, W2, Y3, times=2, worlds=(2, 4)),
