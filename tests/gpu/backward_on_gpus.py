@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.gpu.embedding_on_gpus import on_device, problem_of, some_of
-from tests.gpu.on_gpus import capturable, group_of_all, poison
+from tests.gpu.expected import capturable, group_of_all, poison
 from tests.gpu.telling import about, first_wrong
 from tests.ops.bags import Case, Inputs, arrange, doubled, inputs_of, pooled
 from tests.ranks import fresh_group

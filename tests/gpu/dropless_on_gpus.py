@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.gpu.expected import group_of_all, poison
 from tests.gpu.experts_on_gpus import nan_in_empty, workspace, wrong
-from tests.gpu.on_gpus import group_of_all, poison
 from tests.gpu.telling import about
 from tests.ranks import fresh_group
 

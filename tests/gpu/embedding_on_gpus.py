@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpu.on_gpus import capturable, group_of_all, poison
+from tests.gpu.expected import capturable, group_of_all, poison
 from tests.gpu.telling import about, first_wrong
 from tests.ops.bags import Case, Inputs, arrange, bound, doubled, inputs_of, pooled
 from tests.ranks import fresh_group

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tests.gpu.on_gpus import MOST_ERROR, error_of, group_of_all, poison
+from tests.gpu.expected import MOST_ERROR, error_of, group_of_all, poison
 from tests.gpu.telling import about, first_wrong
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tests.ranks import fresh_group
 
-from .on_gpus import Block, error_of, reference
+from .compiled_on_gpus import Block
+from .expected import error_of, reference
 
 LIMIT_S = 2.0
 LATE_S = LIMIT_S + 6.0

@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import autofuse
-from tests.gpu.on_gpus import error_of
+from tests.gpu.expected import error_of
 from tests.ranks import fresh_group
 
 if TYPE_CHECKING:

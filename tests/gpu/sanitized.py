@@ -24,7 +24,7 @@ from tests.gpu import (
     test_tokens,
     update_on_gpus,
 )
-from tests.gpu.on_gpus import MOST_ERROR, error_of, group_of_all
+from tests.gpu.expected import MOST_ERROR, error_of, group_of_all
 from tests.ops.bags import Case as Bags
 from tests.ranks import ONE_GPU
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tests.gpu.on_gpus import group_of_all
+from tests.gpu.expected import group_of_all
 
 
 def first_wrong(found: Tensor, wanted: Tensor, off: Tensor) -> str:

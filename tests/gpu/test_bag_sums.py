@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from tests.gpu.conftest import WORLDS
-from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result, group_of_all
+from tests.gpu.expected import MOST_ERROR, error_of, every_result, group_of_all
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]

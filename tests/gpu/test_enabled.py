@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 
-from tests.gpu.on_gpus import group_of_all
+from tests.gpu.expected import group_of_all
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

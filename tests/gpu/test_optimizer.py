@@ -20,7 +20,7 @@ from autofuse.lowering.gpu.optimizer.again import Step
 from autofuse.lowering.ops.reduce_update_gather import ReduceUpdateGather
 from autofuse.lowering.update_rules import LR, RULES, adam_terms, lamb_terms, numbers_at, trust
 from tests.gpu.conftest import WORLDS
-from tests.gpu.on_gpus import group_of_all
+from tests.gpu.expected import group_of_all
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]

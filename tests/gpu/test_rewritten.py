@@ -8,7 +8,7 @@ from tests.ranks import RankPool
 
 from . import rewritten_on_gpus
 from .conftest import WORLDS
-from .on_gpus import MOST_ERROR
+from .expected import MOST_ERROR
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 

@@ -16,7 +16,7 @@ from autofuse.lowering.proofs import UNPROVEN
 from autofuse.lowering.reference.tail import tail_reference
 from autofuse.native_kernels.triton.exchange_row_packets import row_packets_fit
 from tests.gpu.conftest import WORLDS
-from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result, group_of_all, operands, reference
+from tests.gpu.expected import MOST_ERROR, error_of, every_result, group_of_all, operands, reference
 from tests.ranks import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.gpu.conftest import WORLDS
-from tests.gpu.on_gpus import MOST_ERROR, error_of, every_result, group_of_all
+from tests.gpu.expected import MOST_ERROR, error_of, every_result, group_of_all
 from tests.passes.tensor_parallel_experts import EXPERTS, Experts
 from tests.ranks import RankPool
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.gpu.backward_on_gpus import bag_gradients, grad_on_device, wanted
 from tests.gpu.embedding_on_gpus import on_device, problem_of, some_of
-from tests.gpu.on_gpus import capturable, group_of_all
+from tests.gpu.expected import capturable, group_of_all
 from tests.gpu.telling import about, first_wrong
 from tests.ops.bags import Case
 

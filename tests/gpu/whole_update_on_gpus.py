@@ -19,7 +19,7 @@ from torch import Tensor
 import autofuse
 from autofuse.lowering.ops.all_reduce_update import OP
 from autofuse.lowering.update_rules import RULES, SIGN, adam_terms, numbers_at, sgd_terms
-from tests.gpu.on_gpus import group_of_all
+from tests.gpu.expected import group_of_all
 
 SIZES = (5, 1000, 12, 70_000, 2048, 1)
 LONGEST = 300_000
