@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tests.ranks import ONE_GPU
-
-if TYPE_CHECKING:
-    pass
 
 MOST_ERROR = 4e-3  # of bfloat16, whose roundings are 2**-9 each: of the partial sums and of the result
 
