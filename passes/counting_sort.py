@@ -87,19 +87,20 @@ def _index(sort: fx.Node, numbers: fx.Node, experts: int) -> fx.Node:
     assert isinstance(size, (int, fx.Node))
     segments = tensor(counts).shape[0]  # type: ignore[union-attr]
 
-    def at_most(bounds: fx.Node, values: fx.Node) -> fx.Node:
-        """Entry [i, j]: whether values[j] <= bounds[i]."""
-        return call(aten.ge.Tensor, call(aten.unsqueeze.default, bounds, 1), values)
+    def compared(compare: torch._ops.OpOverload, left: fx.Node, right: fx.Node) -> fx.Node:
+        """Entry [i, j]: how left[i] compares with right[j]."""
+        return call(compare, call(aten.unsqueeze.default, left, 1), right)
 
     def ends(places: fx.Node) -> fx.Node:
-        return call(aten.sum.dim_IntList, call(aten.mul.Tensor, counts, at_most(places, places)), [1])
+        before = compared(aten.ge.Tensor, places, places)
+        return call(aten.sum.dim_IntList, call(aten.mul.Tensor, counts, before), [1])
 
     order, rows = emitter.numbers(segments, counts), emitter.numbers(size, counts)
     table = call(aten.reshape.default, order, [experts, segments // experts])  # places by expert, then rank
     places = call(aten.reshape.default, call(aten.permute.default, table, [1, 0]), [segments])
     old, new = ends(order), ends(places)
-    begun = at_most(rows, call(aten.sub.Tensor, new, counts))
-    inside = call(aten.mul.Tensor, begun, call(aten.logical_not.default, at_most(rows, new)))
+    begun = compared(aten.ge.Tensor, rows, call(aten.sub.Tensor, new, counts))
+    inside = call(aten.mul.Tensor, begun, compared(aten.lt.Tensor, rows, new))
     shift = call(aten.mul.Tensor, call(aten.sub.Tensor, old, new), inside)
     index = call(aten.add.Tensor, call(aten.sum.dim_IntList, shift, [1]), rows)
     prove(index)
