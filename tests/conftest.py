@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import COMPILING, INTERPRETING, Pools
 
@@ -15,6 +16,9 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # A table that was tuned on this machine must not decide what tests see.
 os.environ["AUTOFUSE_TABLE"] = str(Path(__file__).parents[1] / "passes/choice/tables/cpu.json")
 
+# An example may take long beside other load.
+settings.register_profile("any time", deadline=None)
+settings.load_profile("any time")
 
 SERVERS = {"compiling": COMPILING, "interpreting": INTERPRETING}
 

@@ -48,7 +48,7 @@ def check(first: Use, second: Use, world: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=150, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_halves_are_apart(data: st.DataObject) -> None:
     world = data.draw(st.sampled_from((2, 4, 8)))
     check(data.draw(uses(world)), data.draw(uses(world)), world)

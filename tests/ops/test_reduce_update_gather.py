@@ -203,7 +203,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=cases(), world=st.sampled_from((2, 2, 3, 4)))
 def test_exact(ranks: Ranks, case: Case, world: int) -> None:
     found = ranks(world).run(_run, case)

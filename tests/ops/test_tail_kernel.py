@@ -97,7 +97,7 @@ def _problem(draw: st.DrawFn) -> tuple[str, list[Tensor], float, list[Tensor]]:
     return f"{tail}; neg", parts, draw(st.sampled_from([1.0, 0.5, 1 / 3])), operands
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(_problem())
 def test_pointwise_stages_have_the_bits_of_torch(
     problem: tuple[str, list[Tensor], float, list[Tensor]],
@@ -110,7 +110,7 @@ def test_pointwise_stages_have_the_bits_of_torch(
     torch.testing.assert_close(_apply(tail, parts, scale, operands), wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     n=st.integers(1, 5000),
     shift=st.sampled_from([0.0, 1.0, 100.0]),
@@ -139,7 +139,7 @@ def test_norms(n: int, shift: float, eps: float, seed: int) -> None:
         torch.testing.assert_close(normed.double(), (exact - mean) * wanted, rtol=allowed, atol=allowed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 3000),
     of=st.sampled_from(DTYPES),

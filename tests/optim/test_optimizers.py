@@ -148,7 +148,7 @@ def _lists(
     return [p.detach() for p in params]
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.lists(st.sampled_from((0, 1, 31, 1023, 1024, 1025, 4099)), min_size=1, max_size=6),
     world=st.sampled_from((2, 3, 4)),

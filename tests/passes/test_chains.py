@@ -32,7 +32,6 @@ def drawn(examples: int) -> settings:
         max_examples=examples,
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
 

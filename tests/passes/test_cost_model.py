@@ -195,7 +195,7 @@ def gain_of(table: DeviceTable, task: Task) -> Gain:
 
 
 @given(tables(), tasks(), st.integers(1, LARGEST))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_expressions_and_numbers_agree(table: DeviceTable, task: Task, rows: int) -> None:
     """Also where the ends of the range decide what is largest."""
     model, numbers = Model(table, 2), task.map(lambda size: evaluate(size, {S: rows}))
@@ -219,7 +219,7 @@ def test_adjacent_ranges_are_joined() -> None:
 
 
 @given(tables(), tasks(), st.lists(st.integers(2, LARGEST), min_size=1), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_sign_is_right_on_both_sides_of_a_crossover(
     table: DeviceTable, task: Task, values: list[int], data: st.DataObject
 ) -> None:

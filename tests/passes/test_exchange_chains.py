@@ -160,7 +160,6 @@ def test_chains(kind: str, examples: int, ranks: Callable[[int], RankPool]) -> N
     @settings(
         max_examples=examples,
         derandomize=True,
-        deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

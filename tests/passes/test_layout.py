@@ -68,7 +68,7 @@ def moved(layout: Layout, step: Step) -> Layout | None:
     return layout
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True, database=None)
+@settings(max_examples=1500, derandomize=True, database=None)
 @given(chains())
 def test_layouts_are_all_lists_of_digits(case: tuple[tuple[int, ...], list[Step]]) -> None:
     """A layout has the index of eager, and there is one wherever the index is made of digits."""
@@ -87,7 +87,7 @@ def test_layouts_are_all_lists_of_digits(case: tuple[tuple[int, ...], list[Step]
         layout, index = found, after
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True, database=None)
+@settings(max_examples=1000, derandomize=True, database=None)
 @given(st.sampled_from([2, 3, 4]), st.data())
 def test_cuts_are_all_parts_of_rows_or_columns(world: int, data: st.DataObject) -> None:
     """The leading digit can be cut out of a matrix exactly if the parts are those of some (dim, outer)."""
@@ -105,7 +105,7 @@ def test_cuts_are_all_parts_of_rows_or_columns(world: int, data: st.DataObject) 
     assert cut is None or (cut.dim, cut.outer) in expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(chains())
 def test_trace_is_eager(case: tuple[tuple[int, ...], list[Step]]) -> None:
     shape, moves = case
@@ -122,7 +122,7 @@ def test_trace_is_eager(case: tuple[tuple[int, ...], list[Step]]) -> None:
     assert torch.equal(source_index(found.layout, shape).expand(expected.shape), expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chains())
 def test_rebuild_is_eager(case: tuple[tuple[int, ...], list[Step]]) -> None:
     shape, moves = case
@@ -141,7 +141,7 @@ def test_rebuild_is_eager(case: tuple[tuple[int, ...], list[Step]]) -> None:
     assert tuple(rebuilt.meta["val"].shape) == tuple(gm(x).shape)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chains(), st.data())
 def test_compose_is_eager(case: tuple[tuple[int, ...], list[Step]], data: st.DataObject) -> None:
     shape, moves = case

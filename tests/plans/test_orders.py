@@ -55,7 +55,7 @@ def problems(draw: st.DrawFn, op: str) -> tuple[list[Chunks], tuple[int, int]]:
 
 @pytest.mark.parametrize(("op", "order", "one_shot"), VARIANTS)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 def test_every_plan_is_proved(op: str, order: str, one_shot: bool, data: st.DataObject) -> None:
     chunks, block = data.draw(problems(op))
     plans = plans_of(op, order, chunks, block, one_shot)
@@ -75,7 +75,7 @@ def test_every_world(op: str, order: str, one_shot: bool, world: int) -> None:
     extent=st.tuples(st.integers(0, 12), st.integers(0, 12)),
     block=st.tuples(st.integers(1, 14), st.integers(1, 14)),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_tiles_cover_every_element_once(extent: tuple[int, int], block: tuple[int, int]) -> None:
     tiles = cut(0, extent, block)
     covered = Counter(
@@ -160,7 +160,7 @@ REDUCTIONS = ("matmul_all_reduce", "matmul_reduce_scatter")
 @pytest.mark.parametrize("op", REDUCTIONS)
 @pytest.mark.parametrize("order", ["direct", "oblivious"])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_every_plan_in_turns_is_proved(op: str, order: str, data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 9))
     extent = st.tuples(st.integers(0, 5), st.integers(0, 5))

@@ -67,7 +67,7 @@ def test_ranks_that_behave_alike_are_simulated_by_a_few(network: Network) -> Non
         assert sum(all_.links.values()) == pytest.approx(sum(few.links.values()) * times), (op, order)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(OPS),
     st.sampled_from(["ring", "direct", "oblivious"]),
