@@ -37,8 +37,9 @@ class Control:
     Attributes:
         values, headers: of either parity, of all ranks.
         failures: addresses; `failure_bytes` long.
-        meetings_in, meetings_out: slots of this rank for others, and of others for this rank.
-        meetings: the addresses of both as arrays of C; headers_of: those of `headers`, by parity.
+        meetings_in: slots of this rank for others.
+        meetings: two arrays of C: the slots of others for this rank, and `meetings_in`.
+        headers_of: `headers` as an array of C for each parity.
     """
 
     def __init__(self, rank: int, segments: Sequence[Tensor]) -> None:
@@ -48,9 +49,9 @@ class Control:
         self.failures, self.failure_bytes = [b + _FAILURE for b in base], _VALUES - _FAILURE
         mine, signals = base[rank], _MEETINGS + world * _LINE
         self.meetings_in = [mine + _MEETINGS + source * _LINE for source in range(world)]
-        self.meetings_out = [b + _MEETINGS + rank * _LINE for b in base]
         pointers = ctypes.c_void_p * world
-        self.meetings = pointers(*self.meetings_out), pointers(*self.meetings_in)
+        meetings_out = pointers(*(b + _MEETINGS + rank * _LINE for b in base))
+        self.meetings = meetings_out, pointers(*self.meetings_in)
         self.headers_of = [pointers(*headers) for headers in self.headers]
         self._signals_in = [mine + signals + source * SLOTS * _LINE for source in range(world)]
         self._signals_out = [b + signals + rank * SLOTS * _LINE for b in base]

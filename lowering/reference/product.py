@@ -59,8 +59,8 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Product:
     """A parsed product. `inputs` are the operands of the contraction, `out_dtype` is that of scaled_mm,
-    `beta` and `alpha` are those of addmm, `pooling` is that of bags. `keep`: whether the
-    stage `keep` follows the contraction."""
+    `beta` and `alpha` are those of addmm, `pooling` is that of bags. `keep`: whether the stage
+    `keep` follows the contraction."""
 
     contraction: str
     inputs: tuple[int, ...]

@@ -175,13 +175,14 @@ def compiling_variants() -> Iterator[None]:
 def order_calls(namespace: str) -> None:
     """From now on (call it once) Inductor keeps the ops of a namespace, and their order in the graph.
 
-    By itself Inductor keeps the order of collectives alone, and erases custom ops whose results are not read:
-    a rank that gets no rows would skip an op that its peers call. It orders all other kernels by the memory
-    that they need, which differs between ranks where their sizes do. So these orders are kept, too:
+    Inductor erases a custom op whose results are not read. A rank that gets no rows does not read them, and
+    would skip an op that its peers call. Inductor keeps the order of collectives only. It orders all other
+    kernels by the memory that they need, and this order differs between ranks with different sizes. So
+    `order_calls` keeps two more orders:
 
-    - that of the ops and collectives: ranks that differ would wait for each other forever;
-    - that of the ops and kernels that Inductor does not generate, such as matmuls. If one rank multiplies
-      before such an op and another one behind it, each of them waits for the matmul of the other.
+    - The order of the ops and collectives. Ranks with different orders would wait for each other forever.
+    - The order of the ops and the long kernels: those of libraries and templates, such as matmuls. If one
+      rank multiplies before an op and another rank behind it, each rank waits for the matmul of the other.
     """
     from torch._inductor import comms, ir
     from torch._inductor.dependencies import WeakDep

@@ -86,7 +86,8 @@ AF_EXPORT int af_wait(af::Slot* slot, uint64_t value, const af::Header* peer, ui
   return status == kPending ? int(af::kTimedOut) : status;
 }
 
-// Signal `value` to `out[rank]` of every rank, then wait for it at `in[rank]`. The first status that is not kOk.
+// Signal `value` to `out[rank]` of every rank, then wait for it at `in[rank]`. Returns the first status that is not
+// kOk.
 AF_EXPORT int af_meet(af::Slot* const* out, af::Slot* const* in, int world, uint64_t value,
                       const af::Header* const* headers, uint64_t epoch, uint64_t hash, int spin_us, int timeout_ms) {
   for (int rank = 0; rank < world; ++rank) af_signal(out[rank], value);

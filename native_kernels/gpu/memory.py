@@ -28,7 +28,8 @@ FIRST_PRESENCE = FIRST_CREDIT + 8
 """Index of the first of W words of presence in `copy_signals`."""
 
 COPIED = torch.complex128
-"""16 bytes: index_select copies an element a thread, so that one of 2 bytes takes three times as long."""
+"""A type of 16 bytes. index_select copies one element a thread; with elements of 2 bytes it takes three times
+as long."""
 
 LONGEST_ROW = 1 << 20
 """Most bytes of a row in `inbox`. A second half that begins with a whole row begins up to as many later."""
@@ -164,7 +165,7 @@ class PeerMemory:
         return self.state[State.EPOCH : State.EPOCH + 1]
 
     def received(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A copy of what lies at the beginning of the half of this rank's inbox that the last call used: a
+        """A copy of the beginning of the half of this rank's inbox that the last call used. The size is a
         multiple of 16 bytes."""
         count = prod(shape) * dtype.itemsize // COPIED.itemsize
         halves = self.inbox.views[self.rank].view(COPIED).as_strided((2, count), (self.inbox.half(COPIED), 1))

@@ -22,6 +22,7 @@ from .follow import Shapes, argument, aten, dtype_of, follow, is_view, prims, te
 from .layout import Layout, compose, merge, prod, same_size
 
 _PROVEN = "autofuse_moves_segments"
+"""The entry of `meta` of an index that another pass has computed from counts."""
 
 _SUMS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 
@@ -35,12 +36,12 @@ class Term(NamedTuple):
 
 
 def prove(index: fx.Node) -> None:
-    """The node is such an index, although it is computed otherwise."""
+    """Mark the node as an index that moves segments. Its ops need not have the form above."""
     index.meta[_PROVEN] = True
 
 
 def moves_segments(index: fx.Node) -> bool:
-    """Whether the index is such a sum, in any order of its terms."""
+    """Whether the index is marked, or is such a sum, in any order of its terms."""
     if index.meta.get(_PROVEN):
         return True
     if index.target not in _SUMS or dtype_of(index) != torch.int64:

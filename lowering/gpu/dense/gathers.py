@@ -1,7 +1,7 @@
 """The kernels of all_gather_matmul: `launch(at, config, part, w, out, kept, bias, outer)`.
 
-w, out, bias: lists with an entry for each weight; bias may be empty. Kernels of few rows take one weight.
-kept: where X is stored for the caller; None if the call does not return X.
+`w`, `out` and `bias` are lists with one entry for each weight; `bias` may be empty. Kernels of few rows take
+one weight. `kept` is the tensor in which X is stored for the caller, or None if the call does not return X.
 """
 
 from __future__ import annotations

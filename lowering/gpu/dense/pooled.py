@@ -1,6 +1,6 @@
-"""Problems of matmul_all_reduce and matmul_reduce_scatter whose product is a sum of rows of this rank.
+"""Problems of matmul_all_reduce and matmul_reduce_scatter in which each rank adds up rows, without a matmul.
 
-The rows are those of embedding bags, of experts, or of a vocabulary. The choice of a way treats all alike.
+The rows come from embedding bags, from experts, or from a vocabulary. The choice of a way treats all alike.
 """
 
 from __future__ import annotations
