@@ -80,11 +80,12 @@ def train_beside(
     gradient_tolerance: float,
     loss_tolerance: float,
 ) -> None:
-    """Takes `count` steps, `step(batch) -> loss`, with the models `eager` and `autofuse`, of equal weights.
+    """Takes `count` steps, `step(batch) -> loss`, with all models, of equal weights.
 
-    Prints both losses. Raises RuntimeError if gradients of the first step, or any loss, do not agree.
+    Prints the losses of `eager` and `autofuse`. Raises RuntimeError if their gradients of the first step, or
+    any losses, do not agree. The other models take the same steps so that a race later does the same work.
     """
-    losses: dict[str, list[Tensor]] = {"eager": [], "autofuse": []}
+    losses: dict[str, list[Tensor]] = {name: [] for name in steps}
     show("step      eager   autofuse")
     for number, batch in zip(range(count), batches, strict=False):
         for name in losses:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.exchange_executor import Splits, run_exchange
+from autofuse.lowering.cpu.expert_places import FEW_ROWS, Places, Run, even_runs
 from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.ops.expert_matmul_all_to_all import LISTED, NO_ROWS
 from autofuse.lowering.ops.library import FusedOp, SymInt, SymInts, register
@@ -95,15 +96,15 @@ def _cpu(args: AllToAllExpertMatmul) -> Any:
     workspace = workspace_for(args.group_name)
     world, rank = workspace.world, workspace.rank
     x, k, part_rows = args.x.contiguous(), args.x.shape[-1], 0
-    runs: list[list[rows_of.Run]] | None = None
+    runs: list[list[Run]] | None = None
     if not input_splits:
         shape = count, rows, _ = _whole(x, dim)
         form = args.form(rows)
         if (x.shape[0], count) != (world, form.count):
             raise ValueError(f"{OP}: expected x [{world}, {form.count}, rows, K], got {tuple(x.shape)}")
         inner = rows_of.check_capacity(shape, dim, outer, world, OP)
-        if dim == 1 and inner >= rows_of.FEW_ROWS:
-            runs = rows_of.even_runs(count, outer, world, inner)
+        if dim == 1 and inner >= FEW_ROWS:
+            runs = even_runs(count, outer, world, inner)
         part_rows = x.shape[1] * x.shape[2]
         key = f"{x.dtype} {count} experts of {rows} rows, {k} columns, dim {dim}, outer {outer}"
         exchanged = x.new_empty(shape if keep or runs is None else 0)
@@ -111,14 +112,15 @@ def _cpu(args: AllToAllExpertMatmul) -> Any:
     else:
         received_rows = sum(output_splits)
         rows = received_rows if positions is None else positions.shape[0]
-        positions = rows_of.check_positions(positions, rows, received_rows, OP)
+        places = Places.of(positions, rows, output_splits, OP)
+        positions = places.positions
         form = args.form(rows)
         assert form.ranges is not None
         if x.shape[0] != sum(input_splits):
             raise ValueError(
                 f"{OP}: x has {x.shape[0]} rows, input_splits {input_splits} add up to another number"
             )
-        runs = rows_of.find_runs(positions, form.ranges, output_splits)
+        runs = places.runs(form.ranges)
         key = f"{x.dtype} dropless, {k} columns"
         exchanged = x.new_empty((rows, k) if keep or runs is None else 0)
         like = x.new_empty(0).expand(rows, 0)

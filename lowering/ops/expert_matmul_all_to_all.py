@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autofuse.lowering.cpu.exchange_executor import Splits, run_exchange
+from autofuse.lowering.cpu.expert_places import FEW_ROWS, Places, Route, Run, even_runs
 from autofuse.lowering.cpu.workspaces import workspace_for
 from autofuse.lowering.gpu.support import MOST_TERMS
 from autofuse.lowering.ops.library import FusedOp, Gap, SymInt, SymInts, register
@@ -31,7 +32,6 @@ from autofuse.lowering.reference.layout import Size
 from autofuse.lowering.reference.product import epilogue, epilogue_backward
 from autofuse.lowering.torch_internals import group_size
 from autofuse.native_kernels.cpu import DTYPES
-from autofuse.native_kernels.cpu.embedding import scatter_rows
 
 OP = "expert_matmul_all_to_all"
 
@@ -91,7 +91,7 @@ def reference(args: ExpertMatmulAllToAll) -> list[Tensor]:
 
 def _cpu(args: ExpertMatmulAllToAll) -> Any:
     x, w, bias, product = args.x, args.w, args.bias, args.product
-    positions, input_splits = args.positions, args.input_splits
+    input_splits = args.input_splits
     dtype = _result_dtype(x[0], args.operands, product)
     if x[0].dtype not in DTYPES or dtype not in DTYPES:
         return NotImplemented
@@ -99,20 +99,20 @@ def _cpu(args: ExpertMatmulAllToAll) -> Any:
     form = args.form(rows)
     workspace = workspace_for(args.group_name)
     world, rank = workspace.world, workspace.rank
-    runs: list[list[rows_of.Run]] | None = None
+    places: Places | None = None
+    runs: list[list[Run]] | None = None
     part = rows_of.part_shape((form.count, rows, n), args.dim, world)
     if form.ranges is None:
         inner = rows_of.check_capacity((form.count, rows, n), args.dim, args.outer, world, OP)
-        if args.dim == 1 and inner >= rows_of.FEW_ROWS:
-            runs = rows_of.even_runs(form.count, args.outer, world, inner)
+        if args.dim == 1 and inner >= FEW_ROWS:
+            runs = even_runs(form.count, args.outer, world, inner)
         key = f"{dtype} {form.count} experts of {rows} rows, {n} columns, dim {args.dim}, outer {args.outer}"
         full = True
     else:
-        positions = rows_of.check_positions(positions, rows, sum(input_splits), OP)
-        distinct = positions is None or rows_of.distinct(positions, sum(input_splits))
-        runs = rows_of.find_runs(positions, form.ranges, input_splits) if distinct else None
+        places = Places.of(args.positions, rows, input_splits, OP)
+        runs = places.runs(form.ranges) if places.distinct else None
         key = f"{dtype} dropless, {n} columns"
-        full = distinct and form.used == sum(input_splits)
+        full = places.distinct and form.used == sum(input_splits)
     whole = args.keep_product or runs is None or product != "mm"
     plan = PlanShape.of_any_size(OP, args.order, world).plan(rank)
     even = Splits.even(world, part[0] * part[1] if form.ranges is None else 0)
@@ -123,7 +123,7 @@ def _cpu(args: ExpertMatmulAllToAll) -> Any:
             splits = Splits.agree(call, input_splits, args.output_splits)
             call.reserve(splits.most * width)
         p = ex.product_of(x, w, bias, args.operands, product, form) if whole else x[0].new_empty(0)
-        route = None if form.ranges is None or not whole else _Route(p, positions, input_splits, full)
+        route = Route(p, places, full) if whole and places is not None else None
         out = x[0].new_empty((splits.rows(rank), n), dtype=dtype)
         mine = call.tensor(rank, 0, out.shape, dtype)
 
@@ -158,36 +158,6 @@ def _cuda(args: ExpertMatmulAllToAll) -> Any:
     from autofuse.lowering.gpu.experts.call import run_combine
 
     return run_combine(args)
-
-
-class _Route:
-    """Scatters finished rows of `p: [rows, N]` to `positions` in the parts that go to the ranks."""
-
-    def __init__(self, p: Tensor, positions: Tensor | None, splits: list[int], full: bool) -> None:
-        self.full = full
-        ends = torch.tensor(splits).cumsum(0)
-        self.starts = [0, *ends.tolist()]
-        self.sent = p.contiguous()
-        self.order: Tensor | None = None
-        if positions is None:
-            return
-        if not full and not rows_of.distinct(positions, self.starts[-1]):
-            self.sent = p.new_zeros((self.starts[-1], p.shape[1])).index_add_(0, positions, p)
-            return
-        parts = torch.bucketize(positions, ends, right=True)
-        self.positions = positions
-        self.order = parts.argsort(stable=True)
-        self.bounds = [0, *parts.bincount(minlength=len(splits)).cumsum(0).tolist()]
-
-    def store(self, there: Tensor, dest: int) -> None:
-        start = self.starts[dest]
-        if self.order is None:
-            there.copy_(self.sent[start : start + there.shape[0]])
-            return
-        if not self.full:
-            there.zero_()
-        rows = self.order[self.bounds[dest] : self.bounds[dest + 1]]
-        scatter_rows(there, self.positions[rows] - start, self.sent, rows)
 
 
 def _result_dtype(x: Tensor, operands: list[Tensor], product: str) -> torch.dtype:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 OK, TIMED_OUT, MISMATCH = range(3)  # what `wait` returns
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -61,11 +61,6 @@ def available() -> bool:
 def why_not() -> str:
     """Why `available()` is false and what to do about it; empty when it is true."""
     return _why_not
-
-
-def has(name: str) -> bool:
-    """Whether the library was loaded and has the C function `name`."""
-    return getattr(_library, name, None) is not None
 
 
 def function(name: str, restype: Any, argtypes: Sequence[Any]) -> Callable[..., Any]:

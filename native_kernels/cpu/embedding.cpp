@@ -337,9 +337,3 @@ AF_EXPORT int af_expand_bags(const Table* tables, int64_t num_tables, const Bags
     });
   });
 }
-
-// to[positions[i]] = from[rows[i]] for rows of `bytes` bytes.
-AF_EXPORT void af_scatter_rows(char* to, const int64_t* positions, const char* from, const int64_t* rows,
-                               int64_t count, int64_t bytes) {
-  for (int64_t i = 0; i < count; ++i) std::memcpy(to + positions[i] * bytes, from + rows[i] * bytes, bytes);
-}

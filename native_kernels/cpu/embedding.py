@@ -37,7 +37,6 @@ _update_rows = function(
     None,
     [c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float],
 )
-_scatter_rows = function("af_scatter_rows", None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +203,6 @@ def expand_bags(
     error = _expand(rows, len(values), span, wide, to, DTYPES[grad.dtype], grad.data_ptr(), failure)
     if error:
         raise _error(error, failure[0], failure[1], values[failure[0]].shape[0])
-
-
-def scatter_rows(to: Tensor, positions: Tensor, source: Tensor, rows: Tensor) -> None:
-    """`to[positions[i]] = source[rows[i]]`; int64 indices, contiguous matrices of one dtype and width."""
-    nbytes = source.shape[1] * source.dtype.itemsize
-    _scatter_rows(
-        to.data_ptr(), positions.data_ptr(), source.data_ptr(), rows.data_ptr(), rows.shape[0], nbytes
-    )
 
 
 def _rows(tables: Sequence[Tensor], bags: Bags, columns: Sequence[int]) -> "Array[c_int64]":

@@ -7,18 +7,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from autofuse.native_kernels.cpu import DTYPES, function, has
+from autofuse.native_kernels.cpu import DTYPES, function
 
-_NAME = "af_add_rows"
-_add_rows = function(_NAME, c_int, [c_void_p])
+_add_rows = function("af_add_rows", c_int, [c_void_p])
 
 Scale: TypeAlias = tuple[Tensor, torch.dtype]
 """A factor for each row, `[n, 1]`, and the dtype to which products with it are rounded."""
-
-
-def can_add_rows() -> bool:
-    """Whether the library, which may be older, has the kernel."""
-    return has(_NAME)
 
 
 def add_rows(
