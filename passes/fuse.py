@@ -39,6 +39,7 @@ from .narrow import narrow_collectives
 from .packed import join_kept, split_packed
 from .pieces import forward_pieces
 from .plan_shape import plan_shape
+from .reads import read_at_once
 from .reasons import Reason, Reject
 from .report import GraphReport, Listing, Prediction, Site, listening
 from .returned import Returned
@@ -318,7 +319,8 @@ def _plan_of(nodes: Iterable[fx.Node], symbols: Symbols) -> PlanShape | None:
 def _finish(
     graph: fx.Graph, changed: dict[str, int], settings: Settings, kind: str, basis: Basis, symbols: Symbols
 ) -> dict[fx.Node, Tail]:
-    """Merge fused ops that can be one, absorb the tails of reductions, and make the graph valid.
+    """Merge fused ops that can be one, absorb the tails of reductions, read the splits of fused ops at once,
+    and make the graph valid.
 
     `changed`: sites by names of nodes. Returns what became of the tails, by the op.
     """
@@ -330,6 +332,7 @@ def _finish(
         tails = absorb_tails(graph, Search(prover, settings, symbols))
     elif schedule in WITH_TAILS:
         tails = absorb_tails(graph, fixed(schedule, prover))
+    read_at_once(graph)
     tie_merged(graph, owners, changed)
     relax_views(graph)
     graph.lint()

@@ -32,6 +32,13 @@ CUDA = _of("kernels", "cuda_ptx", "cuda_ptx_experts")
 
 PASSES = (
     Mutation(
+        "splits are read before the splits from which they are computed",
+        "reads.py",
+        "if len(numbers) > 1 and dependent.isdisjoint(vectors) and _are_alike(vectors):",
+        "if len(numbers) > 1 and _are_alike(vectors):",
+        _of("passes", "reads"),
+    ),
+    Mutation(
         "outer and inner dims of a cut swapped",
         "layout.py",
         "return Cut(i, prod(x.size for x in before), digit, rest)",

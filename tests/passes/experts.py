@@ -94,13 +94,16 @@ class Dropless(nn.Module):
     are counted by a scatter, or by a histogram. wide: rows are exchanged in float32, as the program has it,
     and cast for the experts (torchtitan). negative: places are counted from the last row. inverted: the
     results are chosen by the inverse of the places, so that the backward puts their gradients at places.
+    chained: the splits that are received are computed from a split that is sent.
     """
 
     def __init__(
-        self, sorts: bool = False, wide: bool = False, negative: bool = False, inverted: bool = False
-    ) -> None:
+        self, sorts: bool = False, wide: bool = False, negative: bool = False, inverted: bool = False,
+        chained: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.sorts, self.wide, self.negative, self.inverted = sorts, wide, negative, inverted
+        self.chained = chained
         self.world = dist.get_world_size()
         self.gate = nn.Linear(D, LOCAL * self.world, bias=False)
         self.w1 = nn.Parameter(torch.randn(LOCAL, D, H) * 0.1)
@@ -119,8 +122,9 @@ class Dropless(nn.Module):
         token, score = order // TOP, top.view(-1)[order]
         with torch.no_grad():
             received = exchange(counts if self.sorts else counts.view(self.world, -1)).reshape(-1)
-            inputs = counts.view(self.world, -1).sum(1).tolist()
-            outputs = received.view(self.world, -1).sum(1).tolist()
+            leaving, arriving = (each.view(self.world, -1).sum(1) for each in (counts, received))
+            inputs = leaving.tolist()
+            outputs = (arriving + inputs[0] - leaving[0] if self.chained else arriving).tolist()
         sent = x.float() if self.wide else x
         rows = exchange(sent[token], outputs, inputs)
         arrived = rows

@@ -1,0 +1,146 @@
+"""Reads the splits of a fused op from a GPU in one copy, as late as possible.
+
+`splits.tolist()` is a copy of one number in a graph, once for each rank, and the host waits for every copy.
+The GPU has nothing to do from the first wait to the launch of the fused op. So all numbers are copied at
+once, behind all kernels that the fused op needs and that do not depend on the numbers:
+
+    before    v -> copy, wait, copy, wait, ...  w -> copy, wait, ...  kernels of x  more kernels  fused op
+    after     v, w  kernels of x                      copy of (v, w), wait          more kernels  fused op
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autofuse.lowering import host_reads
+
+from .graph.anchors import is_fused_op
+from .graph.emit import Emitter, erase_unused, order_nodes
+from .graph.follow import Shapes, aten, tensor
+
+MOST_STORED = 4096
+"""Elements of a tensor that is computed earlier although no fused op takes it: Inductor then stores it, and
+may have computed it where it is used."""
+
+_READ = aten._local_scalar_dense.default
+
+
+@dataclass(frozen=True)
+class _Number:
+    """Element `at` of `vector`, which the host reads in `item`."""
+
+    item: fx.Node
+    vector: fx.Node
+    at: int
+
+
+def read_at_once(graph: fx.Graph) -> None:
+    """Replace such reads of a graph in place."""
+    if not graph.find_nodes(op="call_function", target=_READ):
+        return
+    for op in [node for node in graph.nodes if is_fused_op(node)]:
+        numbers = _numbers(op)
+        dependent = _dependent(number.item for number in numbers)
+        vectors = list(dict.fromkeys(number.vector for number in numbers))
+        if len(numbers) > 1 and dependent.isdisjoint(vectors) and _are_alike(vectors):
+            _read_before(op, numbers, vectors, dependent)
+
+
+def _numbers(op: fx.Node) -> list[_Number]:
+    """From which sizes and splits that the op takes are computed."""
+    found: dict[fx.Node, _Number] = {}
+    seen, stack = {op}, [op]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source in seen or tensor(source) is not None:
+                continue
+            seen.add(source)
+            number = _number(source)
+            if number is None:
+                stack.append(source)
+            else:
+                found[source] = number
+    return [*found.values()]
+
+
+def _number(item: fx.Node) -> _Number | None:
+    """None for what is no element of a vector on a GPU."""
+    if item.target is not _READ:
+        return None
+    select = item.args[0]
+    if not isinstance(select, fx.Node) or select.target is not aten.select.int:
+        return None
+    vector, _, at = select.args
+    if not isinstance(vector, fx.Node) or not isinstance(at, int):
+        return None
+    val = tensor(vector)
+    if val is None or val.dim() != 1 or val.device.type == "cpu" or not isinstance(val.shape[0], int):
+        return None
+    return _Number(item, vector, at % val.shape[0])
+
+
+def _are_alike(vectors: list[fx.Node]) -> bool:
+    """Whether `cat` joins them as they are."""
+    kinds = {(val.dtype, val.device) for val in map(tensor, vectors) if val is not None}
+    return len(kinds) == 1
+
+
+def _dependent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that is computed from them."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.users)
+    return found
+
+
+def _read_before(
+    op: fx.Node, numbers: list[_Number], vectors: list[fx.Node], dependent: set[fx.Node]
+) -> None:
+    emitter = Emitter(op, Shapes())
+    values = vectors[0] if len(vectors) == 1 else emitter.call(aten.cat.default, vectors)
+    starts, end = {}, 0
+    for vector in vectors:
+        starts[vector] = end
+        end += tensor(vector).shape[0]  # type: ignore[union-attr]
+    launched = _launched(op, dependent, {number.item for number in numbers})
+    read = emitter.call(getattr(torch.ops.autofuse, host_reads.OP).default, values, launched)
+    selects = []
+    for number in numbers:
+        selects += number.item.all_input_nodes
+        place = starts[number.vector] + number.at
+        number.item.args = (emitter.call(aten.select.int, read, 0, place),)
+    erase_unused(selects)
+    order_nodes(op.graph)
+
+
+def _launched(op: fx.Node, dependent: set[fx.Node], items: set[fx.Node]) -> list[fx.Node]:
+    """Tensors from which the op is computed and that do not depend on the numbers: inputs of the op, and what
+    is small enough to be stored."""
+    found: dict[fx.Node, None] = {}
+    seen, stack = {op, *items}, [op]
+    while stack:
+        node = stack.pop()
+        for source in node.all_input_nodes:
+            if source in dependent:
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+            elif source.op == "call_function" and (node is op or _is_small(source)):
+                found[source] = None
+    return [node for node in found if isinstance(tensor(node), torch.Tensor)]
+
+
+def _is_small(node: fx.Node) -> bool:
+    val = tensor(node)
+    if val is None or val.device.type == "cpu":
+        return False
+    numel = val.numel()
+    return isinstance(numel, int) and numel <= MOST_STORED
