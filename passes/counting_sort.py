@@ -75,10 +75,12 @@ def _index(sort: fx.Node, numbers: fx.Node, experts: int) -> fx.Node:
 
         ends before row  old[j] = sum of counts[k] where k <= j                    of the rows that are sorted
         ends before row  new[j] = sum of counts[k] where place(k) <= place(j)      of the result
-        index[i] = i + sum over j of (old[j] - new[j] where new[j] - counts[j] <= i < new[j])
+        index[i] = i + old[j] - new[j] for the one j where new[j] - counts[j] <= i < new[j]
 
     There are few segments, and Inductor makes two kernels of these sums. Running sums and repeat_interleave
-    are six launches, each of which delays the exchange on a GPU.
+    are six launches, each of which delays the exchange on a GPU. Matrices have an entry [j, i] for segment j
+    and row i, so that no view of the rows is needed: their number is not known at compile time, and Inductor
+    launches a kernel more for every such view.
     """
     emitter = Emitter(sort, Shapes())
     call = emitter.call
@@ -87,21 +89,20 @@ def _index(sort: fx.Node, numbers: fx.Node, experts: int) -> fx.Node:
     assert isinstance(size, (int, fx.Node))
     segments = tensor(counts).shape[0]  # type: ignore[union-attr]
 
-    def compared(compare: torch._ops.OpOverload, left: fx.Node, right: fx.Node) -> fx.Node:
-        """Entry [i, j]: how left[i] compares with right[j]."""
-        return call(compare, call(aten.unsqueeze.default, left, 1), right)
+    def column(of_segments: fx.Node) -> fx.Node:
+        return call(aten.unsqueeze.default, of_segments, 1)
 
     def ends(places: fx.Node) -> fx.Node:
-        before = compared(aten.ge.Tensor, places, places)
+        before = call(aten.ge.Tensor, column(places), places)
         return call(aten.sum.dim_IntList, call(aten.mul.Tensor, counts, before), [1])
 
     order, rows = emitter.numbers(segments, counts), emitter.numbers(size, counts)
     table = call(aten.reshape.default, order, [experts, segments // experts])  # places by expert, then rank
     places = call(aten.reshape.default, call(aten.permute.default, table, [1, 0]), [segments])
     old, new = ends(order), ends(places)
-    begun = compared(aten.ge.Tensor, rows, call(aten.sub.Tensor, new, counts))
-    inside = call(aten.mul.Tensor, begun, compared(aten.lt.Tensor, rows, new))
-    shift = call(aten.mul.Tensor, call(aten.sub.Tensor, old, new), inside)
-    index = call(aten.add.Tensor, call(aten.sum.dim_IntList, shift, [1]), rows)
+    begun = call(aten.ge.Tensor, rows, column(call(aten.sub.Tensor, new, counts)))
+    inside = call(aten.mul.Tensor, begun, call(aten.lt.Tensor, rows, column(new)))
+    sources = call(aten.add.Tensor, rows, column(call(aten.sub.Tensor, old, new)))
+    index = call(aten.sum.dim_IntList, call(aten.mul.Tensor, sources, inside), [0])
     prove(index)
     return index
