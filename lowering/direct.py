@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autofuse.lowering import host_reads
 from autofuse.lowering.gpu.support import has_triton
 from autofuse.lowering.ops.library import FUSED_OPS, IMPLEMENTATIONS, named
 from autofuse.lowering.torch_internals import generate_calls, nobody_intervenes, order_calls, resolve_group
@@ -121,7 +122,10 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Calls(ModuleType):
-    """`torch.ops.autofuse.direct`, which generated code reaches without an import: `<op>_<device>`."""
+    """`torch.ops.autofuse.direct`, which generated code reaches without an import: `<op>_<device>`, and
+    `read`."""
+
+    read = staticmethod(host_reads.read)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         op, _, device = name.rpartition("_")
@@ -146,6 +150,7 @@ def generate_direct_calls() -> None:
     """From now on Inductor generates such calls, in the order of the graph."""
     order_calls("autofuse")
     generate_calls({f"autofuse.{op}": partial(_name_in_code, op) for op in FUSED_OPS})
+    generate_calls({f"autofuse.{host_reads.OP}": lambda device: f"torch.ops.autofuse.direct.{host_reads.OP}"})
 
 
 setattr(torch.ops.autofuse, "direct", _Calls("direct"))  # noqa: B010  (it is no op)

@@ -16,7 +16,8 @@ from autofuse.lowering.ops.library import LIBRARY
 OP = "read"
 
 
-def _read(values: Tensor, launched: Sequence[Tensor]) -> Tensor:
+def read(values: Tensor, launched: Sequence[Tensor]) -> Tensor:
+    """`values` on the host. launched: tensors whose kernels are launched before the host waits."""
     return values.to("cpu", copy=True)
 
 
@@ -25,5 +26,5 @@ def _fake(values: Tensor, launched: Sequence[Tensor]) -> Tensor:
 
 
 LIBRARY.define(f"{OP}(Tensor values, Tensor[] launched) -> Tensor")
-LIBRARY.impl(OP, _read, "CompositeExplicitAutograd")
+LIBRARY.impl(OP, read, "CompositeExplicitAutograd")
 torch.library.register_fake(f"autofuse::{OP}", _fake, lib=LIBRARY)

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from autofuse import config
-from autofuse.lowering.torch_internals import group_timeout_s
+from autofuse.lowering.torch_internals import group_timeout_s, setting_of
 from autofuse.native_kernels.gpu.state import SLOW_NS
 
 EARLIER_S = 30.0
@@ -21,9 +21,13 @@ def default_limit_s(group: ProcessGroup, device: torch.device) -> float:
     return UNKNOWN_S if timeout is None else max(timeout - EARLIER_S, timeout / 2)
 
 
+_timeout_s = setting_of(config, "timeout_s")
+
+
 def limit_s(default: float) -> float:
     """What holds now."""
-    return default if config.timeout_s is None else seconds(config.timeout_s)
+    timeout_s = _timeout_s()
+    return default if timeout_s is None else seconds(timeout_s)
 
 
 def seconds(value: Any) -> float:

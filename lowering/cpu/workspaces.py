@@ -18,23 +18,24 @@ _locks: "WeakKeyDictionary[ProcessGroup, threading.RLock]" = WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def workspace_for(group_name: str) -> Workspace:
-    """The workspace of the process group called `group_name`; made on first use, by all its ranks together.
+def workspace_for(group: str | ProcessGroup) -> Workspace:
+    """The workspace of a process group or of the one with this name; made on first use, by all its ranks
+    together.
 
     Raises NotShared on all ranks when they share no memory or one of them declines, RuntimeError when the
     group does not exist, or when a rank does not come or fails; the same at every later try.
     """
     try:
-        group = resolve_group(group_name)
+        group = resolve_group(group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"process group {group_name} is gone: it was destroyed after compile, or never made; recompile "
+            f"process group {group} is gone: it was destroyed after compile, or never made; recompile "
             f"the model with a group that exists (torch.compiler.reset() forgets the old code)"
         ) from error
     found = _workspaces.get(group)
     if found is None:
         with _lock_of(group):
-            found = _workspaces.get(group) or _make(group, group_name)
+            found = _workspaces.get(group) or _make(group, group.group_name)
     if isinstance(found, Exception):
         raise found
     return found

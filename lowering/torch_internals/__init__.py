@@ -68,6 +68,7 @@ from .ops import (
     nobody_intervenes,
     register_autograd,
     scaled_mm,
+    setting_of,
     settings_of,
 )
 from .padding import PADDING, pad_matmuls
@@ -160,6 +161,7 @@ __all__ = [
     "saved_for_backward",
     "scaled_mm",
     "seen_size",
+    "setting_of",
     "settings_of",
     "sharded_vector",
     "size_hint",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, Store
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 def group_size(group: str | ProcessGroup) -> int:
@@ -25,8 +26,6 @@ for _function in (group_size, group_rank):
 
 def resolve_group(group: str | ProcessGroup) -> ProcessGroup:
     """The group of this name, or the group itself. RuntimeError if there is no such group."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     return group if isinstance(group, ProcessGroup) else _resolve_process_group(group)  # type: ignore[arg-type]
 
 

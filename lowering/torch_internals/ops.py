@@ -109,6 +109,19 @@ def settings_of(module: Any, *names: str) -> Callable[[], tuple[Any, ...]]:
     return lambda: tuple(map(value, entries))
 
 
+def setting_of(module: Any, name: str) -> Callable[[], Any]:
+    """The value of a setting, which the module is asked for only when users have set another one."""
+    chosen, known = settings_of(module, name), list[Any]()
+
+    def value() -> Any:
+        now = chosen()
+        if not known or known[0] != now:
+            known[:] = now, getattr(module, name)
+        return known[1]
+
+    return value
+
+
 def gpu_sleep(cycles: int) -> None:
     """The current stream of the current GPU has nothing but this to do."""
     torch.cuda._sleep(cycles)

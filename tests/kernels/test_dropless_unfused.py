@@ -92,7 +92,7 @@ def test_what_it_does_not_take(odd: dict[str, object]) -> None:
 
 
 def _most(rank: int, world: int) -> list[list[int]]:
-    group = SimpleNamespace(group_name=dist.group.WORLD.group_name)
+    group = SimpleNamespace(group=dist.group.WORLD)
     counts = (rank, 5), (100 - rank, 6 + rank), (7, 7)
     return [told_by_all(group, COMBINE, "a.py:1", each) for each in counts]  # type: ignore[arg-type]
 

@@ -30,6 +30,7 @@ from autofuse.lowering.gpu.choice.kernel import Way
 from autofuse.lowering.gpu.choice.launcher import Launcher, contiguous
 from autofuse.lowering.gpu.memory.told import values_of_all
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
+from autofuse.lowering.torch_internals import setting_of
 from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs, height_of
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import (
     dropless_dispatch_needs,
@@ -294,6 +295,9 @@ def last_told(workspace: GpuWorkspace, op: str, site: str, problem: DroplessProb
     return replace(problem, rows=_known_of(workspace).computed.get((op, site), 0))
 
 
+_equal_rows = setting_of(config, "equal_rows")
+
+
 def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: Counts) -> Room:
     """For a call that exchanges rows of so many columns. The room has no rows where a CUDA graph is captured
     and the memory would have to grow."""
@@ -306,7 +310,7 @@ def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: C
                 f"captured, and there is room for {room}; run as many once before you capture"
             )
         return Room(room, known.computed.get((op, site), 0))
-    if config.equal_rows and 2 * 2 * rows.worst * columns <= MOST_WORST:
+    if _equal_rows() and 2 * 2 * rows.worst * columns <= MOST_WORST:
         if rows.held > rows.worst:
             raise RuntimeError(
                 f"{op} at {site}: rank {workspace.rank} gets {rows.held} rows, more than {rows.worst}: "
@@ -322,7 +326,7 @@ def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: C
 
 def told_by_all(workspace: GpuWorkspace, op: str, site: str, rows: Sequence[int]) -> list[int]:
     """The most that a rank has, of each number of rows."""
-    told = values_of_all(workspace, op, site, "rows of all ranks", rows)
+    told = values_of_all(workspace, op, site, "rows of all ranks", rows, few=True)
     return [max(each) for each in zip(*told, strict=True)]
 
 
@@ -336,7 +340,8 @@ class _Known:
 
 
 def _known_of(workspace: GpuWorkspace) -> _Known:
-    return _known.setdefault(workspace, _Known())
+    found = _known.get(workspace)
+    return _known.setdefault(workspace, _Known()) if found is None else found
 
 
 _known: WeakKeyDictionary[GpuWorkspace, _Known] = WeakKeyDictionary()
