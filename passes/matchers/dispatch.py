@@ -294,8 +294,9 @@ def _chosen(
 def _match_dropless(anchor: Anchor, context: Context) -> Found:
     shapes = context.shapes
     natural = Layout.of(shapes.of(anchor.node) or ())
-    readers = find_readers(anchor, shapes)
-    if not readers or len(natural.dims) != 2 or any(r.layout != natural for r in readers):
+    every = find_readers(anchor, shapes)
+    readers = [r for r in every if r.layout == natural]
+    if not readers or len(natural.dims) != 2:
         return Reject(Reason.NO_COMPUTE, "no grouped matmul reads what is exchanged")
     rows = readers[0].view
     choice = find_choice(readers[0].user, rows, shapes)
@@ -303,7 +304,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
         return choice
     users = [r.user for r in readers]
     if choice is not None:
-        if len(readers) != 1:
+        if len(every) != 1:
             return Reject(Reason.EXTRA_USERS, f"what is exchanged is read besides {choice.node.name}")
         rows, users = choice.node, list(choice.node.users)
     positions = None if choice is None else choice.index
@@ -316,7 +317,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
         return reject
     offsets = grouped_offsets(grouped[0])
     grouped = [u for u in grouped if grouped_offsets(u) is offsets]
-    others = [u for u in users if u not in grouped]
+    keep = len(users) > len(grouped) or len(every) > len(readers)
     weights = [u.args[1] for u in grouped]
     inputs = [n for n in (*weights, offsets, positions) if isinstance(n, fx.Node)]
     late = depends_on(anchor, inputs)
@@ -331,7 +332,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
         PATTERN,
         Work(sizes, shapes.known(weights[0])[0]),
         context.shapes,
-        partial(_rewrite_dropless, anchor, context, grouped, offsets, choice, rows, bool(others), gate),
+        partial(_rewrite_dropless, anchor, context, grouped, offsets, choice, rows, keep, gate),
         (anchor.input, *inputs),
         arguments=AllToAllExpertMatmul(
             sent,
@@ -345,7 +346,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
             [expression(s) for s in anchor.input_splits],
             1,
             1,
-            bool(others),
+            keep,
             *context.common,
         ),
         not_on_gpus="" if positions is None or permutes_all(positions, anchor.node, shapes) else NOT_PERMUTED,

@@ -148,6 +148,31 @@ class Dropless(nn.Module):
         return torch.zeros_like(x).scatter_add(0, token[:, None].expand(-1, D), back)
 
 
+class OneExpert(nn.Module):
+    """One expert a rank, as a grouped matmul of one group: rows are multiplied in the order of arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = dist.get_world_size()
+        self.gate = nn.Linear(D, self.world, bias=False)
+        self.w1 = nn.Parameter(torch.randn(1, D, H) * 0.1)
+        self.w2 = nn.Parameter(torch.randn(1, H, D) * 0.1)
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, chosen = self.gate(x).float().softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        with torch.no_grad():
+            counts = F.one_hot(chosen, self.world).sum(0)
+            received = exchange(counts)
+            inputs, outputs = counts.tolist(), received.tolist()
+        rows = exchange(x[order], outputs, inputs)
+        end = received.sum(0, keepdim=True).to(torch.int32)
+        y = torch._grouped_mm(torch._grouped_mm(rows, self.w1, offs=end).relu(), self.w2, offs=end)
+        back = exchange(y, inputs, outputs)
+        return torch.zeros_like(x).index_add(0, order, (back.float() * score[order][:, None]).to(x.dtype))
+
+
 def model(
     make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, grad: bool = False
 ) -> Callable[[int, int], tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -183,4 +208,11 @@ PROGRAMS: dict[str, Program] = {
     "dropless, negative places, training": dropless(negative=True),
     "dropless, inverted places, training": dropless(inverted=True),
     "dropless, wide, training": dropless(wide=True),
+    "one expert, training": Program(
+        model(OneExpert, torch.bfloat16, grad=True),
+        TRAINED,
+        {"forward": ["no_compute"]},
+        grad=True,
+        tolerance=0.03,
+    ),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from math import prod
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -28,7 +27,10 @@ UNEVEN = "ranks have parts of different sizes"
 
 def contiguous(*shape: int) -> Contiguous:
     """Of a tensor without gaps."""
-    return shape, (*(prod(shape[i:]) for i in range(1, len(shape))), 1)
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(size * strides[-1])
+    return shape, tuple(reversed(strides))
 
 
 class Launcher:
