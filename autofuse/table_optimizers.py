@@ -60,7 +60,9 @@ class RowwiseAdagrad(SGD):
         self.eps = _number("eps", eps)
 
 
-def optimizer_in_backward(bags: nn.EmbeddingBag | Iterable[nn.EmbeddingBag], optimizer: SGD) -> None:
+def optimizer_in_backward(
+    bags: nn.EmbeddingBag | nn.ModuleList | Iterable[nn.EmbeddingBag], optimizer: SGD
+) -> None:
     """From now on the backward of these bags updates their weights by `optimizer`, in place.
 
     The update is exact: all terms of a row are added in float32, then the row is updated once and rounded
@@ -77,8 +79,7 @@ def optimizer_in_backward(bags: nn.EmbeddingBag | Iterable[nn.EmbeddingBag], opt
 
     Raises ValueError for bags that cannot be updated in their backward; then none of them has changed.
     """
-    several = isinstance(bags, Iterable) and not isinstance(bags, nn.EmbeddingBag)
-    found: list[nn.EmbeddingBag] = list(bags) if several else [bags]  # type: ignore[arg-type, list-item]
+    found: list[Any] = list(bags) if isinstance(bags, Iterable) else [bags]
     if not isinstance(optimizer, SGD):
         raise ValueError(f"{_OP}: expected autofuse.SGD or autofuse.RowwiseAdagrad, got {optimizer!r}")
     owners: dict[int, int] = {}

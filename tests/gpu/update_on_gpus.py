@@ -202,8 +202,7 @@ def compiled_steps(rank: int, world: int, case: Case, rowwise: bool) -> tuple[st
         for backend in (None, "autofuse"):
             model = Model()
             optimizer = autofuse.RowwiseAdagrad(LR, EPS) if rowwise else autofuse.SGD(LR)
-            # torch does not say of what modules a ModuleList is.
-            autofuse.optimizer_in_backward(model.bags, optimizer)  # type: ignore[arg-type]
+            autofuse.optimizer_in_backward(model.bags, optimizer)
             step = torch.compile(model, backend=backend) if backend else model
             for number in range(3):
                 optimizer.lr = LR / (1 + number)

@@ -109,6 +109,7 @@ def _dies(rank: int, world: int, victim: int, moment: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if moment == "before a group meets":
         other = fresh_group()
+        _barrier(ws)  # gloo still connects the other ranks: a death would fail their fresh_group()
         if rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         text, seconds = _error_of(lambda: workspace_for(other))
