@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpu.expected import group_of_all, poison
-from tests.gpu.experts_on_gpus import nan_in_empty, workspace, wrong
+from tests.gpu.expected import capturable, group_of_all, poison
+from tests.gpu.experts_on_gpus import COMBINE, DISPATCH, nan_in_empty, workspace, wrong
 from tests.gpu.telling import about
 from tests.ranks import fresh_group
 
@@ -131,7 +131,7 @@ class Ragged:
 
 def ways() -> list[str]:
     from autofuse.lowering.gpu.choice.kernel import fused_ways
-    from autofuse.lowering.gpu.experts.ways import COMBINE, DROPLESS, DroplessProblem
+    from autofuse.lowering.gpu.experts.ways import DROPLESS, DroplessProblem
 
     world = dist.get_world_size()
     return fused_ways(DroplessProblem(COMBINE + DROPLESS, 5, 264, 520, world, torch.bfloat16))
@@ -251,27 +251,34 @@ def all_dispatches(rank: int, world: int, case: Ragged) -> dict[str, str]:
 
 
 def unfused(rank: int, world: int, case: Ragged) -> dict[str, str]:
-    """The ops without a table of ways: captured, for which the host must not wait for the GPU."""
+    """The ops by grouped_mm and NCCL, whatever `auto` takes; captured, too, for which the host must not wait
+    for the GPU."""
+    from autofuse.lowering.gpu import by_name
+    from autofuse.lowering.gpu.choice.kernel import CUBLAS_NCCL
+
     given, wanted = case.inputs(rank, world), case.wanted(rank, world)
     other, _, dispatched = case.dispatched(rank, world)
     site = (1, 1, False, group_of_all().group_name, "direct", "test")
+    bias = [] if given["bias"] is None else [given["bias"]]
 
     def ragged(of: Given) -> tuple[Any, ...]:
         return 0, of["offsets"], of["positions"], of["received"], of["sent"]
 
+    combining = ([given["x"]], [given["w"]], bias, [], "mm", *ragged(given), *site)
+    dispatching = (other["x"], [other["w"]], bias, "", *ragged(other), *site)
+
     def both() -> tuple[Tensor, Tensor]:
-        bias = [] if given["bias"] is None else [given["bias"]]
-        ops = torch.ops.autofuse
-        (y,) = ops.expert_matmul_all_to_all([given["x"]], [given["w"]], bias, [], "mm", *ragged(given), *site)
-        (p,) = ops.all_to_all_expert_matmul(other["x"], [other["w"]], bias, "", *ragged(other), *site)
+        (y,) = by_name.run(CUBLAS_NCCL, COMBINE, combining)
+        (p,) = by_name.run(CUBLAS_NCCL, DISPATCH, dispatching)
         return y, p
 
     with about("eager"):
-        both()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         y, p = both()
-    graph.replay()
+    if capturable([CUBLAS_NCCL]):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y, p = both()
+        graph.replay()
     return {"combine": _wrong(y, wanted), "dispatch": _wrong(p, dispatched)}
 
 
