@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -36,6 +37,14 @@ ROWS = "rows"
 """The contraction of a product whose x are the places of rows of w."""
 
 
+class Contraction(NamedTuple):
+    """The node of a contraction, or of the sum of several. It has `layout` relative to the matrix `shape`."""
+
+    node: fx.Node
+    layout: Layout
+    shape: tuple[Size, ...]
+
+
 @dataclass(frozen=True)
 class Product:
     """`stages` (the first is the contraction) applied to `x[i] @ w[i]`."""
@@ -54,7 +63,7 @@ class Product:
     offsets: fx.Node | None = None
     """Of a grouped matmul: the ends of the row ranges of the experts."""
     inner: frozenset[fx.Node] = field(default=frozenset())
-    """Nodes before `last`, which may have no users outside of the product."""
+    """Nodes before `last`. They may have no users outside of the product, those that are `readable` apart."""
     bias: tuple[fx.Node | None, ...] = ()
     """Of experts: one bias for each matmul."""
     listed: int = 0
@@ -62,8 +71,6 @@ class Product:
     the sum, the entries of all experts."""
     of_vectors: bool = False
     """Of a `grouped` product: x are vectors `[R, K, 1]`, and w their matrices `[R, N, K]`."""
-    rows: fx.Node | None = None
-    """Of a `grouped` product of one term: the contraction, which may be read elsewhere, too."""
     from_either_end: bool = False
     """Of a `rows` product: negative numbers count from the last row."""
     bags: tuple[Bag, ...] = ()
@@ -71,8 +78,8 @@ class Product:
     heads: tuple[tuple[fx.Node, Layout], ...] = ()
     """Of listed experts, if the epilogue ends before they are joined: the last node of each expert's
     epilogue, with its layout relative to `[1, R, N]`."""
-    contraction: tuple[fx.Node, Layout] | None = None
-    """Of a product with an epilogue: the node of the contraction, and its layout relative to P."""
+    contraction: Contraction | None = None
+    """Of a product with an epilogue."""
 
     @property
     def text(self) -> str:

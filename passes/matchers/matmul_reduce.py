@@ -15,6 +15,7 @@ from torch import fx
 
 from autofuse.lowering.ops.matmul_all_reduce import MatmulAllReduce
 from autofuse.lowering.ops.matmul_reduce_scatter import MatmulReduceScatter
+from autofuse.lowering.reference.product import keeps_contraction
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.layout import (
@@ -37,7 +38,7 @@ from .match import Context, Found, Match, Work, check_dtype, replace_result
 from .operands import materialise, two_dimensional, values_of
 from .product import match_product
 from .product_readers import extra_users, hand_out_contraction, hand_out_product, readers_inside
-from .token_sums import GROUPED, grouped_terms, readers_of_rows, values_of_terms
+from .token_sums import GROUPED, grouped_terms, values_of_terms
 
 
 def match_all_reduce(anchor: Anchor, context: Context) -> Found:
@@ -86,20 +87,20 @@ def leading_cut(found: Product, world: int) -> Cut | Reject:
 
 
 def _match(anchor: Anchor, context: Context, found: Product, pattern: str, cut: Cut | None) -> Found:
+    grouped = found.stages[0].startswith(GROUPED)
     early = extra_users(anchor.node, anchor.input, found)
-    readers = readers_of_rows(found)
-    if early and found.rows is not None:
+    if early and grouped:  # the op returns its contraction
         return Reject(Reason.EXTRA_USERS, f"the tokens are also read by {early[0].name}")
-    if inside := readers_inside(found):
-        below = {*inside, *all_below(inside)}
+    inside = readers_inside(found)
+    for reader in inside:
+        below = {reader, *all_below([reader])}
         late = next((o.node for o in found.operands if o.node in below), None)
         if late is not None:
-            return Reject(Reason.EXTRA_USERS, f"the operand {late.name} depends on the matmul")
-        early = (*inside, *early)
-    early = (early or readers) if context.hands_out else ()
-    if inside and early:
+            why = f"{reader.name} reads the product, and the operand {late.name} depends on the matmul"
+            return Reject(Reason.EXTRA_USERS, why)
+    early = (*inside, *early) if context.hands_out else ()
+    if inside and early and not grouped:
         found = replace(found, stages=(found.stages[0], "keep", *found.stages[1:]))
-    grouped = found.stages[0].startswith(GROUPED)
     nbytes = prod(found.shape) * found.dtype.itemsize
     reads = found.stages[0] == ROWS or bool(found.bags)
     experts = context.shapes.known(found.w[0])[0] if grouped else max(1, len(found.bags))
@@ -163,13 +164,8 @@ def _rewrite(
     target = found.layout if cut is None else without(found.layout, cut)
     result = emitter.rebuild(emitter.item(fused, 0), part, target, context.shapes.of(anchor.node))
     if keep:
-        if "keep" in found.stages:
-            hand_out_contraction(emitter, emitter.item(fused, 1), found)
-        elif found.rows is None:
-            hand_out_product(emitter, emitter.item(fused, 1), found)
-        else:
-            shape = context.shapes.known(found.rows)
-            emitter.replace(found.rows, emitter.reshape(emitter.item(fused, 1), shape))
+        hand_out = hand_out_contraction if keeps_contraction(found.text) else hand_out_product
+        hand_out(emitter, emitter.item(fused, 1), found)
     replace_result(emitter, anchor, result)
     for bag in found.bags:
         replace_extras(emitter, bag)

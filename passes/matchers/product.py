@@ -24,6 +24,7 @@ from autofuse.passes.reasons import Reason, Reject
 
 from .contractions import (
     ROWS,
+    Contraction,
     Product,
     bags_of,
     contraction,
@@ -33,14 +34,13 @@ from .contractions import (
     table_rows,
 )
 from .operands import Operand, broadcast
-from .product_readers import stages_of
+from .product_readers import readable
 from .token_sums import (
     CHOICES,
     GROUPED,
     added_rows,
     adds_rows,
     chosen_rows,
-    made_of_rows,
     rows_of_experts,
 )
 
@@ -78,7 +78,7 @@ def match_product(
 ) -> Product | Reject:
     """The product whose elements `node`, viewed as `shape`, holds in some layout.
 
-    `batched` allows matmuls of several experts, `read_inside` readers of values from the contraction on.
+    `batched` allows matmuls of several experts, `read_inside` readers of the values that are `readable`.
     """
     found = _match(node, shapes, batched, shape)
     if isinstance(found, Reject):
@@ -87,8 +87,7 @@ def match_product(
     if own is not None:
         return Reject(Reason.EXTRA_USERS, f"{own.name} is also an operand behind the matmul")
     taken = found.inner | {found.last, *(head for head, _ in found.heads)}
-    free = stages_of(found) if read_inside else frozenset()
-    for inner in found.inner - {found.rows} - made_of_rows(found) - free:
+    for inner in found.inner - (readable(found) if read_inside else frozenset()):
         outside = [u for u in inner.users if u not in taken]
         if outside:
             return Reject(Reason.EXTRA_USERS, f"{inner.name} is also read by {outside[0].name}")
@@ -256,7 +255,7 @@ def _extend(found: Product, side: fx.Node, n: fx.Node, stage: str, *operands: Op
         last_layout=found.layout,
         inner=found.inner | path | {found.last},
         heads=(),
-        contraction=found.contraction or (found.last, found.last_layout),
+        contraction=found.contraction or Contraction(found.last, found.last_layout, found.shape),
     )
 
 
@@ -381,7 +380,7 @@ def _sum(a: Product, b: Product, n: fx.Node) -> Product | None:
         return None
     paths = (between(i, p.last) for i in n.all_input_nodes for p in (a, b) if i is p.last or p.last < i)
     inner = frozenset({a.last, b.last}).union(a.inner, b.inner, *paths)
-    sums = replace(a, x=a.x + b.x, w=a.w + b.w, bias=a.bias + b.bias, rows=None)
+    sums = replace(a, x=a.x + b.x, w=a.w + b.w, bias=a.bias + b.bias)
     return replace(sums, last=n, last_layout=a.layout, inner=inner)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, is_view, tensor
+from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
 from autofuse.passes.graph.layout import Layout, Size, exact_quotient, prod, same_shape, same_size
 from autofuse.passes.graph.row_numbers import FROM_EITHER_END
 from autofuse.passes.reasons import Reason, Reject
@@ -75,7 +75,7 @@ def rows_of_experts(n: fx.Node, shapes: Shapes) -> Product | Reject:
         operands = (Operand(found.offsets, shape=(experts, 1)),)
     return replace(
         found, stages=(stage,), operands=operands, shape=shape, layout=layout, last_layout=layout,
-        offsets=None, bias=(), rows=n,
+        offsets=None, bias=(),
     )  # fmt: skip
 
 
@@ -228,32 +228,3 @@ def _are_rows(found: Product, node: fx.Node, shapes: Shapes) -> bool:
 def _is_index(index: object) -> TypeGuard[fx.Node]:
     val = tensor(index)
     return val is not None and val.dim() == 1 and val.dtype == torch.int64
-
-
-def made_of_rows(found: Product) -> set[fx.Node]:
-    """Views of the contraction of a grouped product, and its rows with a bias or a mask. Other ops may read
-    these values: the fused op returns the contraction, and torch computes the values from it."""
-    made: set[fx.Node] = set()
-    work = [found.rows] if found.rows is not None else []
-    while work:
-        new = [u for u in work.pop().users if u in found.inner and u not in made and _is_made(u)]
-        made.update(new)
-        work += new
-    return made
-
-
-def _is_made(n: fx.Node) -> bool:
-    return is_view(n) or n.target in (aten.add.Tensor, aten.where.self)
-
-
-def readers_of_rows(found: Product) -> tuple[fx.Node, ...]:
-    """Users of the contraction of a grouped product that are no stages of it, or that others read, too
-    (`made_of_rows`)."""
-    if found.rows is None:
-        return ()
-    taken, made = found.inner | {found.last}, made_of_rows(found)
-
-    def leads_out(n: fx.Node) -> bool:
-        return n not in taken or (n in made and any(map(leads_out, n.users)))
-
-    return tuple(u for u in found.rows.users if leads_out(u))

@@ -170,6 +170,20 @@ def gathered(x: Tensor, w: Tensor) -> Tensor:
     return funcol.all_gather_tensor(torch.bmm(x, w).sum(0), 0, group()).relu()
 
 
+def added_twice(
+    x: Tensor, w: Tensor, more_x: Tensor, more_w: Tensor, scattered: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows of two matmuls, one for each token, whose tokens are also read where they are not summed."""
+    rows = (torch.bmm(x, w) + torch.bmm(more_x, more_w)).flatten(0, 1)
+    tokens = x.new_zeros(rows.shape).index_add(0, scattered, rows)
+    return funcol.all_reduce(tokens, "sum", group()).relu(), tokens.sin()
+
+
+def given_twice(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    sizes = (2, TOKENS, D), (2, D, H), (2, TOKENS, D), (2, D, H)
+    return added_twice, (*map(torch.randn, sizes), torch.arange(2 * TOKENS).flip(0))
+
+
 def given(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return gathered, (torch.randn(2, TOKENS, D), torch.randn(2, D, H))
 
@@ -227,6 +241,7 @@ PROGRAMS: dict[str, Program] = {
     "every expert, tokens first": Program(build("every, tokens first", torch.float32), {"inference": [AR]}),
     "every expert, by a matmul": Program(build("every, by a matmul", torch.float32), {"inference": [AR]}),
     "gathered": Program(given, kept={"inference": ["unsupported_variant"]}),
+    "tokens of two matmuls are read": Program(given_twice, kept={"inference": ["extra_users"]}),
     "training": Program(
         build("sum", grad=True), {"forward": [AR], "backward": [AR]}, grad=True, tolerance=0.03
     ),
