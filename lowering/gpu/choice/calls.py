@@ -25,17 +25,20 @@ from .timer import Call
 M = TypeVar("M")
 
 MOST_CALLS = 4096
-"""Kinds of calls that are kept, of one group."""
+"""The number of prepared calls that a group keeps."""
 
 
 @dataclass(frozen=True)
 class GpuCall:
     """A call of an op, with the record of its arguments.
 
-    run: what the op returns, in any way but the one that the op replaces; None if that cannot be captured.
-    variant: what may be new about a call of a known problem. unfused: what the op replaces, where that is
-    better than the op's reference. trials: what `AUTOFUSE_MEASURE` measures, in place of this very call.
-    changed: what the call changes in place.
+    Attributes:
+        run: makes the call in any way but the one that the op replaces, and returns what the op returns; None
+            if the call cannot be captured.
+        variant: what may be new about a call of a known problem.
+        unfused: makes the call in the way that the op replaces, where the op's reference would be slower.
+        trials: the calls that `AUTOFUSE_MEASURE` measures in place of this one.
+        changed: the tensors that the call changes in place.
     """
 
     op: str
@@ -64,7 +67,7 @@ class GpuCall:
 
     @property
     def kind(self) -> Hashable:
-        """All by which `workspace.calls` knows calls that go on in the way that is settled."""
+        """The key in `workspace.calls` under which the settled way of calls like this one is kept."""
         return "settled", self.op, self.arguments.site, self.problem, self.variant
 
     def decide(self, capturing: bool) -> tuple[Way, bool]:
@@ -81,13 +84,13 @@ class GpuCall:
         return self.workspace.has_equal_parts(self.op, self.arguments.site, self.problem, capturing)
 
     def meet_others(self, capturing: bool) -> None:
-        """The part that a rank takes which leaves the call to the reference, by a size of its own: the other
-        ranks decide."""
+        """Takes part in the decision of the other ranks, on a rank that runs the reference because of a size
+        of its own."""
         self.has_equal_parts(capturing)
         predictor_for(self.workspace)
 
     def _itself(self, workspace: GpuWorkspace, problem: Problem) -> Mapping[str, Call]:
-        """This call in all its ways."""
+        """Trials that make this very call, in all its ways."""
 
         def call(way: Way) -> Call:
             return lambda i: (
@@ -97,16 +100,16 @@ class GpuCall:
         return {name: call(way) for name, way in ways_of(problem).items()}
 
     def replaced(self) -> Any:
-        """What the op returns, as torch computes it."""
+        """Makes the call in the way that the op replaces."""
         return FUSED_OPS[self.op].reference(self.arguments) if self.unfused is None else self.unfused()
 
     def configured(self, way: Way) -> Way:
-        """The way in the configuration that `run` takes, by all that ranks have told each other."""
+        """The way in the configuration that `run` takes, by the sizes that ranks have told each other."""
         is_open = self.told is not None and way.fused
         return configuration(way, self.as_told, self.workspace) if is_open else way
 
     def note(self, way: Way, capturing: bool) -> Note:
-        """What reports are to say of such calls, with the best times that the choice knows."""
+        """The entry of such calls in reports, with the best times that the choice knows."""
         times = times_of(self.problem, self.workspace)
         way = self.configured(way)
         ways, key = ways_of(self.problem), FUSED_OPS[self.op].key(self.arguments)
@@ -117,14 +120,15 @@ class GpuCall:
 
 
 def captured_too(found: Any, op: str, way: Way) -> Any:
-    """What a way returned. RuntimeError if it cannot be captured."""
+    """`found`, the result of a way. RuntimeError if it is None, as the way cannot be captured."""
     if found is None:
         raise RuntimeError(f"{op}: {way.name} cannot be captured before it has run")
     return found
 
 
 def run_call(call: GpuCall | None) -> Any:
-    """What the op returns, in the way that policy `auto` takes; NotImplemented for what kernels decline."""
+    """Makes the call in the way that policy `auto` takes, and returns what the op returns. NotImplemented for
+    a call that the kernels decline."""
     if call is None:
         return NotImplemented
     with current(call.workspace.device):
@@ -148,14 +152,14 @@ def _note_once(call: GpuCall, way: Way, capturing: bool) -> None:
 
 
 def remember(workspace: GpuWorkspace, kind: Hashable, made: Any) -> None:
-    """What calls of this kind come to again."""
+    """Keep what was prepared for calls of this kind."""
     if len(workspace.calls) == MOST_CALLS:  # sizes may change without end
         workspace.calls.clear()
     workspace.calls[kind] = made
 
 
 def once(workspace: GpuWorkspace, kind: Hashable, make: Callable[[], M]) -> M:
-    """What calls of this kind have made before; else it is made."""
+    """What was prepared for calls of this kind; `make` prepares it at the first call."""
     made: M | None = workspace.calls.get(kind)
     if made is None:
         made = make()
@@ -174,13 +178,13 @@ class ByName:
     calls: Calls
 
     def names(self, op: str, arguments: tuple[Any, ...], unfused: bool) -> list[str]:
-        """The ways that can run it, if asked also those of libraries; none where no kernel can."""
+        """The ways that can run the call, with `unfused` also those of libraries; none if no kernel can."""
         call = self._find(op, arguments)
         fused = [] if call is None else fused_ways(call.problem)
         return list(ways_of(call.problem)) if call is not None and fused and unfused else fused
 
     def run(self, name: str, op: str, arguments: tuple[Any, ...]) -> Any:
-        """What the op returns. RuntimeError in a way that cannot be captured."""
+        """Makes the call in the way of this name. RuntimeError in a way that cannot be captured."""
         call = self._found(op, arguments)
         way = ways_of(call.problem)[name]
         if way.replaced:
@@ -188,7 +192,7 @@ class ByName:
         return captured_too(call.run_named(way), op, way)
 
     def chosen(self, op: str, arguments: tuple[Any, ...]) -> str:
-        """The way that takes the GPUs least, as far as is known."""
+        """The way that is predicted to take least time on the GPUs."""
         call = self._found(op, arguments)
         return call.configured(chosen(call.problem, call.workspace)).name
 

@@ -30,16 +30,17 @@ ORDERS = {"direct": 0, "ring": 1, "oblivious": 2}
 """Orders of the tiles, as kernels number them."""
 
 CUBLAS_NCCL = "cublas+nccl"
-"""What the ops of matmuls replace."""
+"""Name of the way that the ops of matmuls replace."""
 
 MOST_BYTES = 1 << 30
 """A way that needs a larger region than this is left out, unless `Problem.most_bytes` says otherwise."""
 
 
 class Problem(Hashable, Protocol):
-    """A call as choice sees it: a frozen dataclass. Equal problems take the same way on all ranks.
+    """A call as the choice of a way sees it: a frozen dataclass. Equal problems take the same way on all
+    ranks.
 
-    op, m, k, n, world: the sizes by which a measured point is found.
+    op, m, k, n, world: by these a measured point is found.
     """
 
     @property
@@ -70,13 +71,14 @@ class Problem(Hashable, Protocol):
 
     @property
     def measured_as(self) -> str:
-        """What its points have in place of the op: calls that are cut in another way take other times."""
+        """The name by which its measured points are found, which they have in place of the op. Calls whose
+        operands are cut in another way take other times, so they have another name."""
 
     def is_kin(self, op: str) -> bool:
-        """Whether points that have this in place of the op say something of this problem, too."""
+        """Whether points that are measured as `op` also tell something about this problem."""
 
     def rounded(self) -> Problem | None:
-        """The problem that `AUTOFUSE_MEASURE` measures in place of this one; None: nothing is measured."""
+        """The problem that `AUTOFUSE_MEASURE` measures in place of this one; None if it measures nothing."""
 
 
 class OfOp:
@@ -87,7 +89,7 @@ class OfOp:
 
 
 class Launch(NamedTuple):
-    """What every launch gets beside operands and configuration.
+    """The arguments that every launch gets besides operands and configuration.
 
     site: number of the call site, for failure records; compile_only: compile, but do not launch.
     """
@@ -108,7 +110,7 @@ def _always(config: Any, problem: Any) -> bool:
 
 
 def only_kernels(config: Any) -> bool:
-    """`only_launches` of kernels for which that is always so."""
+    """The `only_launches` of kernels that do nothing else in any configuration."""
     return True
 
 
@@ -121,13 +123,13 @@ class Kernel(Generic[P, C]):
     configs: Callable[[P], Iterable[C]]
     """Configurations that are worth measuring for a problem."""
     needs: Callable[[C, P], Need]
-    """Memory of a call. Without the regions whose size only a call knows (rows of dropless experts)."""
+    """Memory of a call, without the regions whose sizes only the call knows (rows of dropless experts)."""
     launch: Callable[..., Any]
     """`launch(Launch, configuration, ...)`; all kernels of an op take the same operands."""
     work: Callable[[C, P], Work]
-    """What a configuration does for a problem, in sizes, by which its time is predicted."""
+    """The work of a configuration for a problem, in sizes. The model predicts its time from them."""
     source: str
-    """File of the kernel, under native_kernels: measured times are of one source."""
+    """File of the kernel, under native_kernels. A measured time holds for one version of this file."""
     fits: Callable[[C, P], bool] = _always
     """Whether a configuration can run a problem, if there is enough memory."""
     is_copied: Callable[[C], bool] = _never
@@ -136,19 +138,21 @@ class Kernel(Generic[P, C]):
     """Whether `launch` gives the driver kernels and commands of copy engines and nothing else, with the same
     parameters in each call but for the addresses of its operands."""
     takes_product: bool = False
-    """Whether cuBLAS multiplies before it: `launch` gets the product in place of `x`, and an empty `w`."""
+    """Whether cuBLAS multiplies before the kernel: `launch` gets the product in place of `x`, and an empty
+    `w`."""
     adds: bool = False
-    """Whether it can add a matrix to the sums that it stores: the first stage of most tails."""
+    """Whether the kernel can add a matrix to the sums that it stores: the first stage of most tails."""
     is_update: Callable[[C], bool] = _never
-    """Whether tiles are added at their owners as they arrive. Such a way runs where a user asks for it."""
+    """Whether tiles are added at their owners in the order of their arrival. Such a way runs only where the
+    user asks for it (`config.update`)."""
 
 
 @dataclass(frozen=True)
 class Way:
     """One way to run a problem: a kernel in one configuration, or calls of libraries.
 
-    name: equal on all ranks and in all files of measured points; work: what it does for a problem; need:
-    memory of a call; replaced: it is what the op replaces.
+    name: equal on all ranks and in all files of measured points; work: the work that it does for a problem;
+    need: memory of a call; replaced: whether the way is the computation that the op replaces.
     """
 
     name: str
@@ -166,7 +170,7 @@ class Way:
 
     @property
     def source(self) -> str:
-        """What a measured time of this way is a time of."""
+        """Digest of the kernel's source, or versions of the libraries: a measured time holds for these."""
         return libraries() if self.kernel is None else digest_of(self.kernel.source)
 
     @property
@@ -199,7 +203,7 @@ def _work_of(kernel: Kernel[Any, Any], config: Any) -> Callable[[Any], Sequence[
 
 
 def replaced(problem: Problem) -> Way:
-    """What the op replaces."""
+    """The way that computes as torch does without the op."""
     return next(way for way in ways_of(problem).values() if way.replaced)
 
 

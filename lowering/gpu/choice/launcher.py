@@ -19,14 +19,14 @@ from autofuse.native_kernels.gpu.prepared import Start, Values, prepare, recordi
 from .kernel import Launch, Problem, Way
 
 Contiguous: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides."""
+"""Shape and strides of a contiguous tensor."""
 
 NOT_CAPTURED = "captured before its kernel or its memory was ready"
 UNEVEN = "ranks have parts of different sizes"
 
 
 def contiguous(*shape: int) -> Contiguous:
-    """Of a tensor without gaps."""
+    """Shape and strides of a contiguous tensor of this shape."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(size * strides[-1])
@@ -36,9 +36,14 @@ def contiguous(*shape: int) -> Contiguous:
 class Launcher:
     """Calls of one kind at one site, in one way: `enter`, `launch`, `leave`.
 
-    The workspace is asked about a kind of calls until it has let one in; later calls are let in at once.
-    problem: what all ranks must call alike; variant: that, and all else that a kernel is compiled for; need,
-    launch: instead of the way's; note: for reports.
+    The first calls ask the workspace whether they may run. Once it has let a call in, later calls enter at
+    once.
+
+    Attributes:
+        problem: what must be equal in the calls of all ranks.
+        variant: the problem, and all else for which a kernel is compiled.
+        need, launch: memory and launch function in place of those of the way.
+        note: records for reports what has run.
     """
 
     def __init__(
@@ -70,12 +75,12 @@ class Launcher:
 
     @property
     def is_short(self) -> bool:
-        """Whether `again` may launch."""
+        """Whether a launch has been recorded that `again` can repeat."""
         return self._starts.get(None) is not None
 
     @property
     def memory(self) -> PeerMemory:
-        """Of the last call that was let in."""
+        """The memory of the last call that has entered."""
         assert self._at is not None
         return self._at.memory
 
@@ -84,8 +89,8 @@ class Launcher:
         return self._workspace.again.is_last(current_raw_stream(self._workspace.device.index))
 
     def goes_on(self) -> bool:
-        """Whether a call that is no such launch runs as those before it: it is not captured, the current GPU
-        is that of the group, and the settings are the same."""
+        """Whether a call without a recorded launch runs as the calls before it: it is not captured, the
+        current GPU is that of the group, and the settings have not changed."""
         return (
             self._workspace.again.unchanged()
             and torch.cuda.current_device() == self._workspace.device.index
@@ -123,16 +128,20 @@ class Launcher:
             return None if start(stream, *addresses) else out
 
     def starts(self, *addresses: int) -> bool:
-        """Whether it has launched what was launched before, with the operands at these addresses, aligned as
-        theirs were. If not, the call has to go the long way."""
+        """Repeats the recorded launch with operands at these addresses. Returns whether it was launched; if
+        not, the call has to go the long way.
+
+        The addresses must be aligned as those of the recorded launch were."""
         start = self._starts.get(None)
         return (
             start is not None and self._unchanged() and not start(current_raw_stream(self._index), *addresses)
         )
 
     def enter(self, programs: int = 0, trace: Tensor | None = None) -> PeerMemory | None:
-        """The memory of the call; None if it cannot be captured, or ranks have parts of different sizes.
-        programs: that run at once, 0 for all."""
+        """The memory of the call; None if the call cannot be captured, or if ranks have parts of different
+        sizes.
+
+        programs: how many programs run at once; 0 for as many as the memory says."""
         at = self._at
         if at is not None:
             memory, site = self._workspace.enter_again(), at.site
@@ -167,7 +176,7 @@ class Launcher:
             launch(at._replace(compile_only=True), self._config, *operands)
             self._workspace.meet("")
         self._launches += 1
-        # Measurements make one call of each.
+        # The first launch is not recorded: a measurement makes one launch of each launcher.
         if self._launches == 1 or form in self._starts or at.trace is not None:
             return launch(at, self._config, *operands)
         with recording() as launches:
@@ -184,11 +193,11 @@ class Launcher:
         self._workspace.leave()
 
     def leave_again(self) -> None:
-        """After what follows `again` in the same call."""
+        """Ends a call that has launched something else after `again`."""
         self._workspace.leave_again()
 
 
 def _tensors(operands: Sequence[Any]) -> list[Tensor]:
-    """Those of a launch, one after another."""
+    """The tensors among the operands of a launch, those in lists included."""
     lists = (each if isinstance(each, Sequence) else [each] for each in operands)
     return [t for each in lists for t in each if isinstance(t, Tensor)]

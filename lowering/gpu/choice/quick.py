@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 ALIGNED_ELEMENTS = 8
-"""Elements of 16 bytes: what begins elsewhere is no operand of TMA, so that its way may be another one."""
+"""Elements in 16 bytes. TMA loads no operand that begins elsewhere, so such a call may take another way."""
 
 
 class Quick(NamedTuple):
-    """Of one op.
+    """Functions of one op that find and repeat a prepared call.
 
-    kind: of the positional arguments of a call all that decides how it runs; None if it is never prepared.
-    made(workspace, arguments): what has been prepared for calls like this one, not captured; None if nothing.
-    again(made, arguments): runs the call; None where that has to go the long way.
+    kind(positional arguments): all of them that decides how the call runs; None if it is never prepared.
+    made(workspace, arguments): what was prepared for calls like this one outside of captured graphs; None if
+    nothing was.
+    again(made, positional arguments): runs the call; None where the call has to go the long way.
     """
 
     kind: Callable[[tuple[Any, ...]], Hashable]
@@ -27,10 +28,10 @@ class Quick(NamedTuple):
 def sizes_of(
     x: Sequence[Tensor], w: Sequence[Tensor], more: Sequence[Tensor], any_rows: bool = False
 ) -> tuple[Hashable, ...] | None:
-    """Of operands of matmuls; None unless all but w are as kernels take them: none is copied first. more:
-    biases, and operands of tails.
+    """The sizes and layouts of the operands of matmuls. None if an operand other than `w` has a layout that
+    kernels do not take, since it is copied first.
 
-    any_rows: calls whose x differ in their number of rows alone are alike.
+    more: biases, and operands of tails. any_rows: the sizes leave the number of rows of `x` out.
     """
     found: list[Hashable] = [x[0].device, x[0].dtype, len(x), len(more)]
     for t in x:
