@@ -23,8 +23,8 @@ from .points import Point, Points, known, own_file, write
 from .work import Tiles
 
 CAUTION = 1.03
-"""A way that was not measured at a problem is not taken for so much less time than one that was: of many
-predictions the least is rather too low."""
+"""Factor on the time of a way that was not measured at the problem. The least of many predictions is likely
+to be too low."""
 
 STREAMS_US = 300.0
 """Time of the host for a call of torch's async TP. It was measured as 160 to 300 us on machines with 2 and 4
@@ -35,17 +35,18 @@ COPY_US = 12.0
 call, took 31 us on 2 H100."""
 
 HOST_SHARE = 1 / 3
-"""The part of its time on the GPU for which a call may keep the host busy with copies. A copy that starts
-late holds up the kernels of all ranks."""
+"""The host may be busy with the copies of a call for this part of the call's time on the GPU. A copy that
+starts late holds up the kernels of all ranks."""
 
 MOST_PROBLEMS = 4096
-"""Problems whose ways a group keeps."""
+"""The number of problems whose ways a group keeps."""
 
 
 def choose(problem: Problem, predictor: Predictor, serial: bool = False, launched: bool = False) -> Predicted:
-    """The way that takes the GPUs least. serial: see `_possible`.
+    """The way that takes least time on the GPUs. serial: see `_possible`.
 
-    launched: the host launches the call, which is in no CUDA graph. A way then lasts `_least_us` at least.
+    launched: the host launches the call, since it is in no CUDA graph. A way then counts as at least
+    `_least_us`.
     """
     ways = ways_of(problem)
 
@@ -57,8 +58,8 @@ def choose(problem: Problem, predictor: Predictor, serial: bool = False, launche
 
 
 def _least_us(way: Way, problem: Problem) -> float:
-    """The least time that counts for a call that the host launches. It is 0 for ways of one launch, which
-    take the host less time than the computation that the op replaces."""
+    """Lower bound of the time of a call that the host launches. It is 0 for ways of one launch, which keep
+    the host busy for less time than the computation that the op replaces."""
     if way.by_streams:
         return STREAMS_US
     copies = sum(work.copies for work in way.work(problem) if isinstance(work, Tiles))
@@ -72,8 +73,8 @@ def _us(each: Predicted) -> float:
 def _possible(problem: Problem, predictor: Predictor, serial: bool) -> Sequence[Predicted]:
     """The ways that may be chosen, the fastest first.
 
-    A way that a user asks for is the only one. serial: no way in which the host has work beside a kernel, see
-    `GpuWorkspace.serial`.
+    If the user asks for ways that add tiles as they arrive, only these. serial: leave out ways that use copy
+    engines, see `GpuWorkspace.serial`.
     """
     ways = ways_of(problem)
     here = [each for each in predictor.times(problem) if not (serial and ways[each.way].is_copied)]
@@ -81,12 +82,12 @@ def _possible(problem: Problem, predictor: Predictor, serial: bool) -> Sequence[
 
 
 def predictor_of(points: Points) -> Predictor:
-    """Without a group, for the kind of GPU that was measured most."""
+    """A predictor without a group, for the kind of GPU that was measured most."""
     return Predictor(measured(), points)
 
 
 def chosen(problem: Problem, workspace: GpuWorkspace) -> Way:
-    """The way that takes the GPUs least, the same on all ranks."""
+    """The way that takes least time on the GPUs, the same on all ranks."""
     agreed = _agreement(workspace)
     if problem not in agreed.chosen:
         if len(agreed.chosen) == MOST_PROBLEMS:  # sizes may change without end; all ranks forget at once
@@ -97,16 +98,16 @@ def chosen(problem: Problem, workspace: GpuWorkspace) -> Way:
 
 
 def configuration(way: Way, problem: Problem, workspace: GpuWorkspace) -> Way:
-    """The fastest configuration of the way's kernel for a problem, the same on all ranks. The way was chosen
-    before the ranks knew all sizes of the problem."""
+    """The fastest configuration of the way's kernel for a problem, the same on all ranks. It is asked for
+    once the ranks know all sizes of the problem; the way was chosen before."""
     ways = ways_of(problem)
     found = [each for each in predictor_for(workspace).times(problem) if ways[each.way].kernel is way.kernel]
     return ways[min(found, key=_us).way] if found else way
 
 
 def times_of(problem: Problem, workspace: GpuWorkspace) -> list[Timed]:
-    """What the choice knows of the ways of a problem, the fastest first; no times where they depend on more
-    than the problem has."""
+    """The ways of a problem with their times, the fastest first; without times if these depend on sizes that
+    the problem does not have."""
     found = predictor_for(workspace).times(problem)
     if not problem.is_whole:
         return [Timed(each.way) for each in found]
@@ -116,8 +117,8 @@ def times_of(problem: Problem, workspace: GpuWorkspace) -> list[Timed]:
 def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturing: bool) -> tuple[Way, bool]:
     """The way of a call, the same on all ranks, and whether the next call like it takes it, too.
 
-    In a CUDA graph the host costs nothing (see `choose`). The first call of a variant is made as if in a
-    graph, so that its kernels are compiled for a graph that is captured later.
+    The time of the host counts only outside of CUDA graphs (see `choose`). The first call of a variant takes
+    the way of a captured call, so that its kernels are compiled if a graph is captured later.
     """
     if is_first(problem, workspace, variant) or capturing:
         return chosen(problem, workspace), capturing
@@ -129,8 +130,9 @@ def way_of(problem: Problem, workspace: GpuWorkspace, variant: Hashable, capturi
 
 
 def is_first(problem: Problem, workspace: GpuWorkspace, variant: Hashable) -> bool:
-    """Whether the group has made no call like it before, as all ranks know. From now on it has."""
-    chosen(problem, workspace)  # may forget all that was seen
+    """Whether this is the first call of the variant in the group; the same on all ranks. The call is
+    noted."""
+    chosen(problem, workspace)  # this may clear what was seen
     seen = _agreement(workspace).seen
     if (problem, variant) in seen:
         return False
@@ -139,9 +141,8 @@ def is_first(problem: Problem, workspace: GpuWorkspace, variant: Hashable) -> bo
 
 
 def predictor_for(workspace: GpuWorkspace) -> Predictor:
-    """By what rank 0 knew when the group first asked, and what was measured since.
-
-    All ranks ask together at first.
+    """The predictor of the group. It knows the points that rank 0 had when the group first asked for it, and
+    the points that were measured since. All ranks make the first call together.
     """
     return _agreement(workspace).predictor
 
@@ -152,7 +153,7 @@ def points_of(workspace: GpuWorkspace) -> Points:
 
 
 def add_points(workspace: GpuWorkspace, points: Points) -> None:
-    """What the ranks have measured together; it counts before what was known."""
+    """Adds points that the ranks have measured together. They precede the points that were known."""
     known = predictor_for(workspace)
     _decide_by(workspace, Predictor(known.model, (*points, *known.points)))
 
@@ -175,7 +176,7 @@ class _Agreement:
 
 
 def _agreement(workspace: GpuWorkspace) -> _Agreement:
-    """What a group decides by. ValueError on all ranks if rank 0 cannot read its points."""
+    """What the ranks of a group have agreed on. ValueError on all ranks if rank 0 cannot read its points."""
     found = _agreed.get(workspace)
     if found is None:
         mine = _told(workspace) if workspace.rank == 0 else ""
@@ -189,15 +190,16 @@ def _agreement(workspace: GpuWorkspace) -> _Agreement:
 
 
 def _decide_by(workspace: GpuWorkspace, predictor: Predictor) -> _Agreement:
-    """From now on, anew. All ranks begin together, as calls that were prepared on one rank alone are decided
-    again on all."""
+    """Drops all decisions of the group; the next ones follow from `predictor`. All ranks do so at the same
+    call. Prepared calls are dropped, too, since a rank may have prepared calls that others have not."""
     found = _agreed[workspace] = _Agreement(predictor)
     workspace.calls.clear()
     return found
 
 
 def _told(workspace: GpuWorkspace) -> str:
-    """What rank 0 hands round; why there is nothing, since the other ranks wait."""
+    """The points and the GPU's properties that rank 0 sends to all ranks. If they cannot be read, the reason,
+    since the other ranks wait for an answer."""
     try:
         points = [point.values for point in known(workspace.device)]
         return json.dumps({"gpu": asdict(gpu_of(workspace.device)), "points": points})

@@ -24,25 +24,27 @@ from .points import Point, Points
 FADES = 1.5
 """Doublings of the sizes, in total, over which a point's weight falls to 1 / e."""
 DOUBT = 0.1
-"""Weight of the prediction itself; that of a point is 0.51 at a distance of 1 doubling, 0.13 at 2."""
+"""Weight of the prediction itself. The weight of a point is 0.51 at a distance of 1 doubling, 0.13 at 2."""
 STALE = 1.0
-"""Doublings that a time of another source of its kernel, of another GPU or of another cut counts as farther
-away."""
+"""Doublings that are added to the distance of a time that was measured with another source of its kernel, on
+another GPU, or under another name of the op (`Problem.measured_as`)."""
 RANKS = 2.0
-"""Doublings of the sizes that a doubling of the ranks counts as."""
+"""A doubling of the ranks counts as so many doublings of the sizes."""
 SIBLING = 1.0
-"""Doublings that a weight counts as farther where other configurations of the kernel alone were measured."""
+"""Doublings that are added to the distance of a weight where only other configurations of the kernel were
+measured."""
 MOST_WEIGHTS = 8
-"""So many of the nearest weights correct a prediction: it bounds the time of a choice."""
+"""How many of the nearest weights correct a prediction. This bounds the time of a choice."""
 _AT = 1e-3
-"""Doublings below which a problem is at a point."""
+"""A problem whose distance to a point is less than this counts as measured there."""
 
 Weight: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Microseconds of a way. measured: at this very problem, by kernels as they are."""
+    """Predicted microseconds of a way. measured: the time was measured at this very problem, with the present
+    sources of the kernels."""
 
     way: str
     us: float
@@ -51,7 +53,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class _Time:
-    """A measured time of a way, by doublings of the tokens."""
+    """A measured time of a way. tokens: the logarithm to base 2 of their number."""
 
     tokens: float
     us: float
@@ -77,7 +79,7 @@ class Predictor:
             curves = self._curves.setdefault(point.op, {})
             of = curves.setdefault((point.k, point.n, point.world), _Curves())
             for way, us in point.times:
-                if (*at, way) not in seen:  # the first is nearest kin
+                if (*at, way) not in seen:  # the points of this kind of GPU come first
                     seen.add((*at, way))
                     of.times.setdefault(way, []).append(_Time(math.log2(point.m), us, point))
         for curves in self._curves.values():
@@ -129,7 +131,7 @@ class Predictor:
         return Predicted(way.name, us, measured)
 
     def _like(self, curves: _Curves, tokens: float, way: Way, problem: Problem) -> tuple[float, float] | None:
-        """What `_along` says of other configurations of the kernel, on average; None if there are none."""
+        """The average of `_along` over other configurations of the kernel; None if none was measured."""
         ways = ways_of(problem)
         alike = [
             self._along(times, tokens, ways[name], problem)
@@ -144,7 +146,8 @@ class Predictor:
     def _along(
         self, times: Sequence[_Time], tokens: float, way: Way, problem: Problem
     ) -> tuple[float, float]:
-        """How far measured tokens are, and the logarithm of measured over predicted time between them."""
+        """The distance to the nearest measured tokens, and the logarithm of measured over predicted time,
+        interpolated between the neighbours."""
         above = bisect_left(times, tokens - _AT, key=lambda time: time.tokens)
         if above < len(times) and times[above].tokens <= tokens + _AT:
             low = high = times[above]
@@ -166,7 +169,7 @@ class Predictor:
 
 
 def _family(way: str) -> tuple[str, bool]:
-    """Configurations of one kernel, and of one kind of copies, have a formula in common."""
+    """The kernel of a way, and whether copy engines move its data. Ways with the same two share a formula."""
     return way.split(" ")[0], "copied=1" in way
 
 

@@ -14,16 +14,16 @@ LOADED_A_CYCLE = 32
 """Bytes that a multiprocessor loads from the L2 in a cycle."""
 
 NVLINK = 478e3
-"""Bytes a microsecond of 18 links of NVLink 4, where NVML does not tell."""
+"""Bytes a microsecond of 18 links of NVLink 4; assumed if NVML does not report the links."""
 _LINK_COUNT, _LINK_MEGABYTES_A_SECOND = 91, 90
 """Numbers of NVML's fields."""
 _UINT = 0xFFFFFFFF
-"""The part of a field's value that these fields have."""
+"""Mask of the part of nvmlFieldValue_t's value in which these fields have their number."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU: peaks, of which kernels reach a part.
+    """One kind of GPU: its peak rates.
 
     clock: cycles a microsecond; memory, link: bytes a microsecond, to its own memory and to all peers.
     """

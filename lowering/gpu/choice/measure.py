@@ -25,11 +25,11 @@ from .timing import QUICK, Effort, calls_for, captured, matmul_us
 log = logging.getLogger(__name__)
 
 Trials: TypeAlias = Callable[[GpuWorkspace, Any], Mapping[str, Call]]
-"""Calls of a problem, by way: on random operands, or on those of a call."""
+"""Returns the calls of a problem by the name of the way, on random operands or on those of a call."""
 
 WORTH = 1.5
-"""Ways that are predicted to take longer than the fastest by more than this are measured on demand only,
-unless no constants were fitted to them."""
+"""A way that is predicted to take more than `WORTH` times the time of the fastest is measured on demand only,
+unless no constants were fitted to it."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Done:
 
     seconds: float = 0.0
     problems: set[Problem] = field(default_factory=set)
-    """Also those that could not be measured."""
+    """The problems that were measured, and those that could not be."""
 
 
 _done: WeakKeyDictionary[GpuWorkspace, _Done] = WeakKeyDictionary()
@@ -57,11 +57,13 @@ def measure_once(
     workspace: GpuWorkspace, problem: Problem, trials: Trials, changed: Sequence[Tensor] = (),
     told: Callable[[], Problem] | None = None,
 ) -> None:  # fmt: skip
-    """Measures a problem, rounded, unless that was done; keeps the result. Not while a graph is captured.
+    """Measures a problem, rounded, unless that was done, and keeps the result. Does nothing while a graph is
+    captured.
 
-    All ranks find alike that it was done, since they have the points of rank 0, and that time is up
-    (`config.measure_s`). What could not be measured is not tried again. changed: what calls change in place;
-    it is as before afterwards. told: as of a `GpuCall`; such a problem is measured at one size alone.
+    All ranks decide alike whether to measure: they have the points of rank 0, and they count the same time
+    against `config.measure_s`. A problem that could not be measured is not tried again. changed: tensors that
+    the calls change in place; afterwards they have their old values. told: as of a `GpuCall`; such a problem
+    is measured at one size alone.
     """
     if torch.cuda.is_current_stream_capturing():
         return
@@ -105,7 +107,8 @@ def _with_rows(problem: Problem, m: int) -> Problem:
 
 
 def _keep(workspace: GpuWorkspace, point: Point) -> None:
-    """Rank 0 alone writes. If it cannot, the point counts in this process all the same, on all ranks."""
+    """Keeps the point on all ranks, and lets rank 0 write it to the user's file. If writing fails, the point
+    counts in this process all the same."""
     try:
         keep(workspace, point)
     except (OSError, ValueError) as failure:
@@ -141,7 +144,7 @@ def _measured(workspace: GpuWorkspace, problem: Problem, calls: Mapping[str, Cal
 def time_ways(workspace: GpuWorkspace, calls: Mapping[str, Call], roughly_us: float) -> dict[str, float]:
     """Microseconds of ways, on the slowest rank, replayed from CUDA graphs. All ranks call it together.
 
-    A way that fails on a rank, for want of memory say, or that cannot be captured, is left out on all.
+    A way that fails on a rank, as without memory, or that cannot be captured, is left out on all ranks.
     """
     timings = time_all(calls, calls_for(roughly_us), QUICK, finals=Effort(), group=workspace.group)
     workspace.check()

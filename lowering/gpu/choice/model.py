@@ -23,12 +23,16 @@ _AND = " and "
 _SHIPPED = Path(__file__).with_name("constants")
 
 MEASURED = "h200"
-"""The kind of GPU whose constants others take."""
+"""The kind of GPU whose constants stand for kinds that were never measured."""
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """constants: by model of a work; factors: what a configuration takes over its formula, by `factor_of`."""
+    """The time of a way on `gpu`.
+
+    constants: those of each formula, by `Work.model`. factors: measured time of a configuration over the time
+    of its formula, by `factor_of`.
+    """
 
     gpu: Gpu
     constants: Mapping[str, Constants] = field(default_factory=dict)
@@ -40,11 +44,11 @@ class Model:
         return self.us_of(works, factor_of(problem.op, way.name, works), self.gpu)
 
     def us_of(self, works: Sequence[Work], factor: str, gpu: Gpu) -> float:
-        """Microseconds of works on a GPU; factor: the name of that of their configuration."""
+        """Microseconds of works on a GPU. factor: the key of the factor of their configuration."""
         return sum(work.us(self.of, gpu) for work in works) * self.factors.get(factor, 1.0)
 
     def of(self, model: str, start: Start) -> Constants:
-        """The constants of a model; those that a fit begins with where it was never fitted."""
+        """The constants of a formula; if it was never fitted, those with which a fit begins."""
         found = self.constants.get(model)
         return {name: first for name, (first, _) in start.items()} if found is None else found
 
@@ -59,8 +63,8 @@ class Model:
 
 
 def factor_of(op: str, way: str, works: Sequence[Work]) -> str:
-    """What the factor of a way is found by. A factor belongs to the constants that it was fitted with, of the
-    models of its works. Ways with several matmuls have the factor of those with one."""
+    """The key of the factor of a way. It names the formulas of the works, since a factor was fitted together
+    with their constants. A way with several matmuls has the factor of the way with one."""
     return f"{op}: {way}: {_AND.join(dict.fromkeys(work.model for work in works))}"
 
 
@@ -80,8 +84,8 @@ def kinds() -> list[str]:
 
 @cache
 def shipped(gpu: str = MEASURED) -> Model | None:
-    """The model of a kind of GPU that was measured. Works that were never measured there have the constants
-    of another kind, and factors that go with these."""
+    """The model of a kind of GPU that was measured; None for other kinds. For works that were never measured
+    there it has the constants of another kind, with the factors that belong to them."""
     path = path_of(gpu)
     if not path.exists():
         return None
@@ -96,7 +100,7 @@ def shipped(gpu: str = MEASURED) -> Model | None:
 
 
 def model_of(gpu: Gpu) -> Model:
-    """The model of a GPU; of a kind that was never measured with the constants of the one that was."""
+    """The model of a GPU. A kind that was never measured takes the constants of the kind `MEASURED`."""
     return shipped(gpu.name) or replace(measured(), gpu=gpu)
 
 
@@ -108,7 +112,7 @@ def measured() -> Model:
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """What is known of a device: as its kind was measured, or as it says itself."""
+    """The properties of a device: those with which its kind was measured, else those that it reports."""
     found = shipped(gpu_name(device))
     return described(device) if found is None else found.gpu
 

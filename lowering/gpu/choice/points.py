@@ -24,7 +24,7 @@ _SHIPPED = Path(__file__).with_name("tables")
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured: microseconds by way, on the slowest rank."""
+    """A measured problem: microseconds of each way, on the slowest rank."""
 
     op: str
     m: int
@@ -33,9 +33,9 @@ class Point:
     world: int
     times: tuple[tuple[str, float], ...]
     sources: tuple[tuple[str, str], ...] = ()
-    """By the first word of a way: what ran, see `Way.source`. Older files do not tell."""
+    """`Way.source` when it was measured, by the first word of the way's name. Older files have none."""
     gpu: str = ""
-    """The kind of GPU, if it is not this one."""
+    """The kind of GPU on which it was measured; empty if that is the kind of this GPU."""
 
     @classmethod
     def of(cls, problem: Problem, times: dict[str, float]) -> Point:
@@ -67,7 +67,8 @@ class Point:
         return self.m, self.k, self.n, self.world
 
     def is_fresh(self, problem: Problem) -> bool:
-        """Whether this very problem was measured here, with the kernels as they are."""
+        """Whether this very problem was measured on this kind of GPU, with the present sources of the
+        kernels."""
         sizes = problem.m, problem.k, problem.n, problem.world
         if self.gpu or (self.op, self.sizes) != (problem.measured_as, sizes):
             return False
@@ -78,7 +79,7 @@ class Point:
         )
 
     def is_stale(self, way: Way) -> bool:
-        """Whether its time is that of another source of the way; not if the point does not tell."""
+        """Whether the time of the way was measured with another source. False if the point has no source."""
         return dict(self.sources).get(_kind(way.name), way.source) != way.source
 
 
@@ -90,7 +91,7 @@ def _kind(way: str) -> str:
 
 
 def own_file(device: torch.device) -> Path:
-    """Where rank 0 writes what was measured on this kind of GPU."""
+    """The file to which rank 0 writes points of this kind of GPU."""
     return (
         Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         / "autofuse"
@@ -126,12 +127,13 @@ def write(path: Path, points: Sequence[Point]) -> None:
 
 
 def known(device: torch.device) -> Points:
-    """The points of this machine's own file and of those shipped, nearest kin first."""
+    """The points of the user's own file, then the shipped ones of this kind of GPU, then those of others."""
     own = gpu_name(device)
     return (*read(own_file(device)), *shipped(own))
 
 
 def shipped(own: str) -> Points:
-    """The points that come with autofuse; those of other kinds of GPUs than `own` say so."""
+    """The points that come with autofuse, those of the kind `own` first. Points of other kinds name
+    theirs."""
     files = sorted(_SHIPPED.glob("*.json"), key=lambda path: path.stem != own)
     return tuple(replace(p, gpu="" if f.stem == own else f.stem) for f in files for p in read(f))

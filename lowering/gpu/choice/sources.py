@@ -46,5 +46,5 @@ def digest_of(source: str) -> str:
 
 @cache
 def libraries() -> str:
-    """What the ways of libraries ran in."""
+    """The version of the libraries for which a measured time of their ways holds."""
     return "torch " + ".".join(torch.__version__.split("+")[0].split(".")[:2])

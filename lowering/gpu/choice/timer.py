@@ -26,17 +26,18 @@ from .timing import Effort, Key, Timing, fastest, in_turn
 T = TypeVar("T")
 
 Call: TypeAlias = Callable[[int], Any]
-"""Number i of the calls that are made one after another: its result."""
+"""`call(i)` makes call number i and returns its result."""
 Check: TypeAlias = Callable[[Key, Any], float]
-"""The error of what call 0 of the variant of a key returned."""
+"""`check(key, result)` returns the error of the result of call 0 of the variant `key`."""
 
 WARM_UP_CALLS = 2
 WARM_UP_US = 150e3
-"""Microseconds of work before anything is timed: a cool GPU is faster than it can stay."""
+"""Microseconds of work before anything is timed. A cool GPU runs at clocks that it cannot keep."""
 MOST_REPLAYS = 64
 
 WRONG = 0.05
-"""An error from which on a result is no result, and not timed; bfloat16 is good for a tenth of it."""
+"""A variant whose error is larger fails and is not timed. Roundings of bfloat16 cause a tenth of this error.
+"""
 
 
 def _on_gpus() -> bool:
@@ -54,7 +55,7 @@ def every(values: Sequence[float], group: ProcessGroup | None = None) -> list[li
 
 
 def slowest(us: float, group: ProcessGroup | None = None) -> float:
-    """What the slowest rank took."""
+    """The time of the slowest rank."""
     return max(of_rank for (of_rank,) in every([us], group))
 
 
@@ -131,7 +132,8 @@ class _Timer(Generic[Key]):
         self._calls, self._group = calls, group
         self.timings: dict[Key, Timing] = {}
         self._runs: dict[Key, tuple[Callable[[], object], float]] = {}
-        """What makes all calls, and about how many microseconds that takes; of those that have not failed."""
+        """A function that makes all calls of a variant, and about how many microseconds it takes; of variants
+        that have not failed."""
 
     @contextmanager
     def _unless_it_fails(self, key: Key) -> Iterator[None]:
@@ -190,7 +192,7 @@ class _Timer(Generic[Key]):
 
 
 def _times(once_us: float, effort: Effort) -> int:
-    """How often a sample runs what takes so long."""
+    """How often a sample repeats a run that takes `once_us`."""
     return max(1, min(MOST_REPLAYS, round(effort.sample_us / once_us)))
 
 
@@ -211,7 +213,8 @@ def _warm_up(key: Key, call: Call, check: Check[Key] | None, group: ProcessGroup
 def _repeat(
     call: Call, calls: int, eager: bool, group: ProcessGroup | None
 ) -> tuple[Callable[[], object], bool]:
-    """Something that makes `calls` calls, and whether it does so eagerly since they cannot be captured."""
+    """A function that makes `calls` calls, and whether it makes them eagerly, as asked or since they cannot
+    be captured."""
 
     def eagerly() -> None:
         for i in range(calls):

@@ -44,8 +44,8 @@ ReduceArguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 
 def run_reduce(op: str, args: ReduceArguments) -> Any:
-    """matmul_all_reduce and matmul_reduce_scatter of matmuls, or rows of a table, and a tail, or of bags or
-    experts."""
+    """matmul_all_reduce and matmul_reduce_scatter. The product is one of matmuls or of rows of a table, and
+    may have a tail; or it is a sum of rows of bags or experts."""
     x, b = args.x, args.w
     if is_added_up(args):
         return run_call(reduce_call(op, args))
@@ -73,7 +73,8 @@ def _reduced(reduction: Reduction, args: ReduceArguments, x: Sequence[Tensor]) -
 
 
 def _x_of(args: ReduceArguments, read: bool) -> list[Tensor]:
-    """x, copied if it has gaps and a kernel of ours reads it. torch takes any strides, except in float8."""
+    """`args.x`, contiguous where the reader needs that. read: whether a kernel of ours reads it. torch takes
+    any strides, except in float8."""
     copies = read or parse(args.product).contraction == "scaled_mm"
     return [xi.contiguous() for xi in args.x] if copies else args.x
 
@@ -88,7 +89,7 @@ def _reduce_kind(op: str, args: ReduceArguments, a: Sequence[Tensor], capturing:
 
 
 def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
-    """The same as ways by name take it; None for what is left to the reference."""
+    """The call of `run_reduce` as a record; None for a call that is left to the reference."""
     x = args.x
     if is_pooled(args.product):
         return bags_call(op, args)
@@ -101,14 +102,14 @@ def reduce_call(op: str, args: ReduceArguments) -> GpuCall | None:
 
 
 def _added_rows(op: str, args: ReduceArguments) -> AddedRows | None:
-    """The call, where a kernel adds up or reads rows; None for every other product."""
+    """The call of a kernel that adds up or reads rows; None if the product is another one."""
     return (tokens if is_grouped(args.product) else vocabulary).added_rows(op, args)
 
 
 def _reduce_call(
     workspace: GpuWorkspace, op: str, args: ReduceArguments, a: Sequence[Tensor]
 ) -> tuple[GpuCall, Callable[..., Reduction]]:
-    """a: x as kernels read it."""
+    """The call, and a function that prepares it in a way. a: x as kernels read it."""
     mean, factors = args.reduce_op == "avg", Factors.of(args, a)
     problem, tail = with_tail(of_factors(op, factors, workspace, args.dim, args.outer), args, workspace)
     strides = args.w[0].stride()
@@ -119,19 +120,19 @@ def _reduce_call(
             keep=args.keep_product,
         )  # fmt: skip
 
-    x_of = cache(partial(_x_of, args))  # copied once, so that no measured time has the copy in it
+    x_of = cache(partial(_x_of, args))  # copied once, so that measured times do not contain the copy
 
     def run(way: Way) -> list[Tensor]:
         return _reduced(prepared(way), args, x_of(reads_x(way)))
 
     variant = strides, args.reduce_op, args.order, tail, args.product
     call = _call(op, args, workspace, problem, run, variant)
-    # What is measured of a tail of owners is this very call; of others it is the call without its tail.
+    # A call whose owners apply the tail is measured as it is; other calls are measured without their tail.
     return replace(call, trials=None) if problem.written else call, prepared
 
 
 def run_gather(args: AllGatherMatmul) -> Any:
-    """all_gather_matmul of rows, with a bias [N] or none a weight."""
+    """all_gather_matmul of rows. Each weight may have a bias [N]."""
     x, w = args.x, args.w
     if not x.numel():  # on all ranks
         return NotImplemented
@@ -159,7 +160,7 @@ def _gather_kind(args: AllGatherMatmul, part: Tensor, capturing: bool) -> Hashab
 
 
 def gather_call(args: AllGatherMatmul) -> GpuCall | None:
-    """The same as ways by name take it; None for what is left to the reference."""
+    """The call of `run_gather` as a record; None for a call that is left to the reference."""
     x = args.x
     if any(_is_empty(x, wi) for wi in args.w):
         return None
@@ -185,7 +186,7 @@ def _gather_call(
 
 
 def run_publish(args: MatmulAllGather) -> Any:
-    """matmul_all_gather of one matmul, with a bias [N] or none."""
+    """matmul_all_gather of one matmul, which may have a bias [N]."""
     x, w = args.x[0], args.w[0]
     is_empty = _is_empty(x, w)
     if is_empty and _is_empty_everywhere(x, w):
@@ -212,7 +213,7 @@ def _publish_kind(args: MatmulAllGather, a: Tensor, capturing: bool) -> Hashable
 
 
 def publish_call(args: MatmulAllGather) -> GpuCall | None:
-    """The same as ways by name take it; None for what is left to the reference."""
+    """The call of `run_publish` as a record; None for a call that is left to the reference."""
     x = args.x[0]
     if _is_empty(x, args.w[0]):
         return None
@@ -252,7 +253,7 @@ def _kind(given: tuple[Any, ...]) -> Hashable:
 
 
 def _reduce_kind_of(given: tuple[Any, ...]) -> Hashable:
-    """Bags look up other numbers of rows in each call."""
+    """`Quick.kind` of reductions. Calls of bags are never prepared: they look up new numbers of rows."""
     x, w, more, product, *rest, operands, tail, proof, group, order, site = given
     if is_pooled(product):
         return None
@@ -312,7 +313,8 @@ def _call(
 
 
 def _settle(call: GpuCall, prepared: Callable[..., Any], kind: Hashable, capturing: bool) -> Any:
-    """What runs a call, which calls that are alike run, too, once their way is settled."""
+    """Prepares a call in the way that policy `auto` takes. Once the way is settled, it is kept for the calls
+    of this kind that follow."""
     way, settled = call.decide(capturing)
     note = call.note(way, capturing)
     if not call.has_equal_parts(capturing):
@@ -330,14 +332,14 @@ def _is_empty(x: Tensor, w: Tensor) -> bool:
 
 
 def _is_empty_everywhere(x: Tensor, w: Tensor) -> bool:
-    """Whether the product has no elements, on all ranks; K is a rank's own. An empty table has no rows to
-    look up."""
+    """Whether the product has no elements on any rank. K does not decide, since each rank has its own. An
+    empty table has no rows to look up."""
     return x.dim() != 2 or w.dim() != 2 or not (x.shape[0] and w.shape[1]) or x.shape[1] != w.shape[0]
 
 
 def _left(call: GpuCall, capturing: bool) -> Any:
-    """To the reference, as this rank has no elements where other ranks may have some. The problem of the call
-    says so, even if only one of several matmuls has none, so that it differs from theirs."""
+    """Leaves a call to the reference, since a matmul of this rank has no elements. Other ranks may have some:
+    this rank compares sizes with them, by a problem that differs from theirs."""
     problem = call.problem
     assert isinstance(problem, DenseProblem)
     problem = replace(problem, n=0) if call.op == GATHER else replace(problem, k=0)
@@ -346,10 +348,10 @@ def _left(call: GpuCall, capturing: bool) -> Any:
 
 
 def _row(bias: Tensor | None) -> Tensor | None:
-    """As kernels read it."""
+    """The bias as kernels read it."""
     return None if bias is None else aligned(bias)
 
 
 def _layout(t: Tensor) -> Hashable:
-    """All of an operand that decides how it is computed."""
+    """All properties of an operand on which the launch of its call depends."""
     return t.dtype, t.shape, t.stride(), t.storage_offset()

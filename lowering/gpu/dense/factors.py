@@ -1,4 +1,4 @@
-"""The product that a rank brings to a reduction: matmuls that a kernel multiplies, or a product by torch."""
+"""The product that a rank brings to a reduction. A kernel of ours computes it, or torch does."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from autofuse.native_kernels.gpu.state import MOST_TERMS
 from .tails import behind, tail_of
 
 MULTIPLIED, BIASED, SCALED, MADE = "mm", "biased", "scaled", "made"
-"""Kinds of products: a sum of matmuls; and a row; or times a number; any other, and those that are returned,
-too, which torch computes and kernels exchange."""
+"""Kinds of products. Kernels compute a sum of matmuls (`MULTIPLIED`), one matmul plus a row (`BIASED`), and
+one matmul times a number (`SCALED`). All others, and products that the op also returns, are `MADE`: torch
+computes them, and kernels exchange them."""
 
 
 class Factors(NamedTuple):
     """A product as `reference/product.py` has it: `text`, of x, w and operands.
 
-    x: contiguous if it is float8, or a kernel of ours reads it; torch multiplies any other in any layout.
+    x: contiguous if it is float8 or if a kernel of ours reads it. torch takes any other layout.
     """
 
     x: Sequence[Tensor]
@@ -45,17 +46,17 @@ class Factors(NamedTuple):
 
     @classmethod
     def of(cls, args: MatmulAllReduce | MatmulReduceScatter, x: Sequence[Tensor]) -> Factors:
-        """Those of a call, with x in place of its own."""
+        """The factors of a call, with `x` in place of `args.x`."""
         return cls(x, args.w, args.operands, args.product, kind_of(args))
 
     @property
     def bias(self) -> Tensor | None:
-        """The row that a kernel adds, as it reads it: [N]."""
+        """The row [N] that a kernel adds to the product; None for other kinds."""
         return aligned(self.operands[0].reshape(-1)) if self.kind == BIASED else None
 
     @property
     def scale(self) -> float | None:
-        """The number that a kernel multiplies by."""
+        """The number by which a kernel multiplies the product; None for other kinds."""
         if self.kind != SCALED:
             return None
         (stage,) = parse(self.text).stages
@@ -68,8 +69,8 @@ class Factors(NamedTuple):
         return dtype_of(self.text, self.w[0].dtype, self.operands)
 
     def computed(self) -> tuple[Factors, Tensor]:
-        """The form in which a kernel takes a product that it only exchanges, and what `keep_product` returns:
-        torch computes the product, x is the product alone, and w is empty."""
+        """Lets torch compute the product. Returns factors for a kernel that only exchanges it, whose x is the
+        product and whose w is empty, and the tensor that `keep_product` returns."""
         if not (self.w and keeps_contraction(self.text)):
             product = self.product()
             return Factors([product], []), product
@@ -77,7 +78,8 @@ class Factors(NamedTuple):
         return Factors([self._staged(total, None)], []), total
 
     def product(self, out: Tensor | None = None) -> Tensor:
-        """The product by torch, contiguous. Of matmuls, every term is added in fp32, and rounded."""
+        """The product, computed by torch, contiguous. The sum of several matmuls is rounded after each of
+        them."""
         x, w = self.x, self.w
         if not w:
             return x[0] if out is None else out.copy_(x[0])
@@ -96,7 +98,7 @@ class Factors(NamedTuple):
         return contract(parse(self.text), self.x, self.w, self.operands).contiguous()
 
     def _staged(self, value: Tensor, out: Tensor | None) -> Tensor:
-        """What the stages of a product make of its contraction: in one kernel, if it can be one."""
+        """The product, given its contraction. One kernel applies all stages if GPU kernels have them."""
         _, _, stages = without_keep(self.text).partition(";")
         if not stages or not is_gpu_tail(stages, self.operands):
             found = epilogue(value, self.operands, self.text)
@@ -107,7 +109,7 @@ class Factors(NamedTuple):
 
 
 def kind_of(args: MatmulAllReduce | MatmulReduceScatter) -> str:
-    """The kind of the product of a call. Passes ask, too, with sizes that are expressions."""
+    """The kind of the product of a call. `passes` also calls this, with sizes that are expressions."""
     if args.keep_product or len(args.x) > MOST_TERMS or args.x[0].dtype not in DTYPES:
         return MADE
     if args.product == "mm":

@@ -59,8 +59,9 @@ def of_factors(op: str, of: Factors, workspace: GpuWorkspace, dim: int, outer: i
 
 
 def of_weights(problem: DenseProblem, w: Sequence[Tensor], bias: Sequence[Tensor | None]) -> DenseProblem:
-    """The problem of a gather with several weights, given that of the first. Kernels multiply those together
-    that are laid out alike, with a bias all or none."""
+    """The problem of a gather with several weights, given the problem with the first one. A kernel multiplies
+    by the first weights together, as many as are laid out like the first one and have a bias if that has
+    one."""
 
     def alike(i: int) -> bool:
         same = (w[i].stride(1) == 1, bias[i] is None) == (w[0].stride(1) == 1, bias[0] is None)
@@ -74,10 +75,11 @@ def of_weights(problem: DenseProblem, w: Sequence[Tensor], bias: Sequence[Tensor
 
 
 class Reduction:
-    """Calls of one kind of matmul_all_reduce or matmul_reduce_scatter: `reduction(of, operands)`, the sum or,
-    with a tail, its results. operands: those of the tail, contiguous. keep: the product is returned, too.
+    """Calls of one kind of matmul_all_reduce or matmul_reduce_scatter: `reduction(of, operands)` returns the
+    sum or, with a tail, the results of the tail.
 
-    What is equal in all of them is decided once.
+    `__init__` decides all that is equal in these calls. operands: those of the tail, contiguous. keep: the
+    product is returned, too.
     """
 
     def __init__(
@@ -112,8 +114,8 @@ class Reduction:
         )
 
     def again(self, of: Factors, operands: Sequence[Tensor]) -> list[Tensor] | None:
-        """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
-        call has to be prepared anew."""
+        """As `__call__`, but repeats a launch of an earlier call that was not captured, if it can. None if
+        the call has to be prepared anew."""
         launcher = self._launcher
         # torch multiplies before the guard of the launch is asked, so what Python can check comes first.
         if launcher.is_short and (not self._takes_product or (launcher.is_next() and launcher.goes_on())):
@@ -143,7 +145,8 @@ class Reduction:
         return [*self._reduced(memory, of, operands), *kept]
 
     def _reduced(self, memory: PeerMemory | None, of: Factors, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The sum or, with a tail, its results. Without memory the product is computed already."""
+        """The sum or, with a tail, the results of the tail. Without memory no kernel runs, and `of` is the
+        product that the caller has computed."""
         if memory is None:
             (product,) = of.x
             return self._then(self._unfused(product.clone() if self._keep else product), operands)
@@ -165,11 +168,12 @@ class Reduction:
         return self._then(value, operands)
 
     def _of_tail(self, found: list[Tensor]) -> list[Tensor]:
-        """The results of the tail, given what a launch has stored."""
+        """The results of the tail, given the tensors that a launch has stored."""
         return found if self._behind is None else self._behind.results(found)
 
     def _then(self, value: Tensor, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The results of the tail, if there is one."""
+        """The results of the tail, which torch or a kernel behind the sum computes; without a tail the
+        sum."""
         if not self._tail.results:
             return [value]
         return behind(value, operands, self._tail)
@@ -187,7 +191,7 @@ class Reduction:
         return self._averaged(out).view(problem.m, problem.n)
 
     def _unfused(self, p: Tensor) -> Tensor:
-        """What the fused op replaces; in place, as the product is ours."""
+        """The computation that the op replaces. It may overwrite the product."""
         problem, group = self._problem, self._workspace.group
         if problem.everywhere:
             dist.all_reduce(p, group=group)
@@ -204,9 +208,10 @@ class Reduction:
 class Gather:
     """Calls of one kind of all_gather_matmul: `gather(part, w, bias)`.
 
-    A call returns a product with each weight, plus its bias if any, and X. Those of `problem.columns` are
-    multiplied while the parts arrive, the others afterwards. keep: X is asked for; more: it is, or there are
-    other weights. biased: whether the first weights have biases.
+    A call returns the product of X with each weight, plus its bias if any, and with `keep` X. The kernel
+    multiplies by the weights of `problem.columns` while the parts arrive; torch multiplies by the others
+    afterwards. more: the kernel has to store X, for these weights or as a result. biased: whether the first
+    weights have biases.
     """
 
     def __init__(
@@ -257,8 +262,8 @@ class Gather:
     def _completed(
         self, outputs: list[Tensor], w: Sequence[Tensor], bias: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """The results of the op. outputs: the products of the kernel, then X. This adds the products with the
-        other weights, and keeps X only if the caller asked for it."""
+        """The results of the op. outputs: the products of the kernel, then X. Appends the products with the
+        other weights, and X only if the caller asked for it."""
         *products, x = outputs
         count = len(products)
         return [*products, *_multiply(x, w[count:], bias[count:])] + [x] * self._keep

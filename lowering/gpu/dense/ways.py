@@ -25,26 +25,29 @@ PUBLISH = "matmul_all_gather"
 ONE_SHOT = "cublas+one_shot"
 TWO_SHOT = "cublas+two_shot"
 ASYNC_TP = "async_tp"
-"""torch's own: matmuls of chunks and copies on two streams."""
+"""torch's async tensor parallelism: matmuls of chunks, and copies, on two streams."""
 
 FEW_ROWS = 128
-"""Of so many rows kernels multiply one weight while parts arrive, and others afterwards."""
+"""With at most so many rows a kernel multiplies by one weight while parts arrive, and torch by the others
+afterwards."""
 
 MOST_ONE_SHOT_BYTES = 8 << 20
-"""Every rank reads all of every other: for more, two_shot was always faster."""
+"""In `ONE_SHOT` every rank reads the whole product of every other rank. For larger products `TWO_SHOT` was
+always faster."""
 
 
 @dataclass(frozen=True)
 class DenseProblem(OfOp):
     """A dense call: `[m, k] @ [k, n]` on every rank.
 
-    m: rows of the product: all tokens, of a gather too. programs: that run at once. dim, outer: which rows
-    (columns) belong to whom. aligned: operands are as TMA loads them. update: tiles may be added at their
-    owners as they arrive. terms: of a sum of several matmuls, the K of each, `k` in total. widths: of several
-    weights of a gather that kernels multiply together, the columns of each, `n` in total. written: where
-    owners of rows may apply a tail, bytes of a row of what it returns. product: the kind of what is reduced,
-    which has the dtype.
-    """
+    Attributes:
+        m: rows of the product. A gather's are the rows of all ranks. programs: how many programs run at once.
+        dim, outer: which rows (dim 0) or columns (dim 1) belong to which rank. aligned: whether TMA can load
+        the operands. update: whether tiles may be added at their owners in the order of their arrival. terms:
+        for a sum of several matmuls the K of each; `k` is their total. widths: for several weights by which a
+        gather's kernel multiplies together, the columns of each; `n` is their total. written: for a tail that
+        owners of rows may apply, the bytes of its results in one row. product: the kind of the product that
+        is reduced (`factors.py`). `dtype` is that of the product."""
 
     op: str
     m: int
@@ -67,22 +70,22 @@ class DenseProblem(OfOp):
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Fields that ranks may have of their own: parts of a dim that has no equal ones, a bias of one rank.
-        Unless they are `free` no kernel takes these; such calls run as what the op replaces."""
+        """Fields that may differ between ranks: a dim may be cut into unequal parts, and one rank alone may
+        add a bias. If such a field differs and is not `free`, all ranks run what the op replaces."""
         if self.op == GATHER:
             return "n", "widths", "aligned"
         return ("k", "aligned") if self.op == PUBLISH else ("k", "terms", "aligned", "product")
 
     @property
     def free(self) -> tuple[str, ...]:
-        """Of those, fields that kernels do not see: where cuBLAS multiplies, they add up products alone.
-        Without a K there is no product."""
+        """The fields in `own` that no kernel sees: where cuBLAS multiplies, kernels only add up the products.
+        A rank with K = 0 has no product, so its K is not free."""
         exchanged = self.op in (REDUCE, SCATTER) and self.k > 0 and not self._is_multiplied()
         return ("k", "terms") if exchanged else ()
 
     @property
     def everywhere(self) -> bool:
-        """Every rank gets the whole sum."""
+        """Whether every rank gets the whole sum."""
         return self.op == REDUCE
 
     @property
@@ -91,7 +94,7 @@ class DenseProblem(OfOp):
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Of each weight that is multiplied while parts arrive."""
+        """The columns of each weight by which the kernel multiplies while parts arrive."""
         return self.widths or (self.n,)
 
     @property
@@ -105,7 +108,7 @@ class DenseProblem(OfOp):
             return ways
         nbytes = self.m * self.n * self.dtype.itemsize
         if self.everywhere:
-            # torch's kernels read and write 16 bytes at a time, of every rank's share.
+            # torch's kernels read and write each rank's share in units of 16 bytes.
             whole = nbytes % (16 * self.world) == 0
             if self.dtype in (torch.bfloat16, torch.float32) and whole and self.world in (2, 4, 8):
                 need = Need(products=nbytes)
@@ -118,7 +121,7 @@ class DenseProblem(OfOp):
 
     @property
     def _is_plain(self) -> bool:
-        """One matmul, of which each rank has rows side by side."""
+        """Whether the product is one matmul, and each rank owns a contiguous range of its rows."""
         return self.by_rows and self.outer == 1 and not self.terms and self.product == MULTIPLIED
 
     def kernels(self) -> Sequence[Kernel[DenseProblem, Any]]:
@@ -143,7 +146,8 @@ class DenseProblem(OfOp):
 
     @property
     def measured_as(self) -> str:
-        """Points of matmul_all_gather are of columns and count for rows, too: the kernels take as long."""
+        """Points of matmul_all_gather are measured with columns. They count for rows, too, since the kernels
+        take the same time."""
         op = f"{self.op}, {len(self.terms)} terms" if self.terms else self.op
         op = f"{op}, {MADE}" if self.product == MADE else op
         op = f"{op}, float32" if self.dtype is torch.float32 else op
@@ -152,8 +156,8 @@ class DenseProblem(OfOp):
         return op if self.by_rows or self.op == PUBLISH else f"{op}, columns"
 
     def rounded(self) -> DenseProblem | None:
-        """With the tokens rounded up to a power of two, or those of a rank where ranks share them; not for
-        several stretches of rows."""
+        """The problem with its tokens rounded up to a power of two; where ranks share the tokens, with those
+        of one rank rounded up. None if a rank owns several ranges of rows."""
         if self.outer != 1:
             return None
         shares = self.world if self.by_rows and self.op in (SCATTER, GATHER) else 1

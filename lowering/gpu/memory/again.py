@@ -14,11 +14,14 @@ from .chain import Chain
 from .failures import Failures
 
 _settings = settings_of(config, "timeout_s", "margin", "update")
-"""That a call reads, each time."""
+"""Returns the settings that every call reads."""
 
 
 class Again:
-    """Of one group. guard: what a launch looks at without Python."""
+    """Tells for one group whether a prepared launch may be repeated.
+
+    guard: addresses of values that `native_kernels/gpu/launch.cpp` compares before a launch, without Python.
+    """
 
     def __init__(self, failures: Failures, chain: Chain) -> None:
         self._generation, self._chain = c_int32(0), chain
@@ -26,11 +29,11 @@ class Again:
         self.guard = failures.guard(self._generation, chain)
 
     def unchanged(self) -> bool:
-        """Whether the settings are those that `renew` has seen."""
+        """Whether the settings are those of the last `renew`."""
         return self._settings == _settings()
 
     def renew(self) -> bool:
-        """Whether settings have changed; from now on they have not."""
+        """Whether settings have changed since the last `renew`."""
         before, self._settings = self._settings, _settings()
         return before != self._settings
 
@@ -39,6 +42,6 @@ class Again:
         return self._chain.last.value == stream
 
     def forget(self, calls: dict[Hashable, Any]) -> None:
-        """Nothing that was prepared is launched again: the memory is another one, or as at first."""
+        """Drops all prepared launches, since the memory has been replaced or cleared."""
         calls.clear()
         self._generation.value += 1

@@ -47,20 +47,21 @@ REGIONS = ("inbox", "finished", "packets", "words", "gathers", "copies", "produc
 LOCAL = {"pieces": torch.float32, "done": torch.int32, "outbox": torch.uint8}
 
 LEAST_BYTES = 16
-"""Of a region that no call has needed yet."""
+"""Size of a region that no call has needed yet."""
 
 
 def least_bytes() -> int:
-    """What a rank of a group takes at first."""
+    """Bytes of a rank's memory before it grows."""
     return sum(size * itemsize_of(name) for name, size in vars(LEAST).items())
 
 
 MOST_SKIPPED = 1024
+"""Calls at most that `Refusals` turns away before all ranks try again."""
 
 
 @dataclass(eq=False)
 class Memory:
-    """The memory of a group: that of now, and older memory that graphs still use."""
+    """The memory of a group: the present memory, and older memory that graphs still use."""
 
     now: PeerMemory
     capacity: Need
@@ -72,7 +73,8 @@ class Memory:
         return [self.now, *(memory for memory, _ in self.before)]
 
     def replace(self, memory: PeerMemory, capacity: Need, keep: bool) -> None:
-        """keep: a graph that uses the present memory lives, on this rank or another one."""
+        """Makes `memory` the present memory. keep: whether a graph that uses the memory before it lives, on
+        this rank or another one."""
         if keep:
             self.before.append((self.now, self.graphs))
             self.graphs = Graphs()
@@ -84,7 +86,7 @@ class Memory:
         self.before = [(memory, graphs) for memory, graphs in self.before if graphs.any]
 
     def outgrown(self) -> dict[str, int]:
-        """Bytes by part, of what was replaced and is still kept."""
+        """Bytes by part of the memory that was replaced and is still kept."""
         self.give_back()
         parts = {id(part): None for part in _parts(self.now).values()}
         found: dict[str, int] = {}
@@ -106,10 +108,11 @@ def allocate(
     old: Memory | None, capacity: Need, group: ProcessGroup, device: torch.device,
     meet: Callable[[str], list[str]],
 ) -> tuple[dict[str, Region], dict[str, Tensor], bool]:  # fmt: skip
-    """Regions and local tensors of `capacity`, by all ranks together, and whether graphs keep the old ones.
+    """Regions and local tensors of `capacity`, which all ranks allocate together, and whether a graph on some
+    rank still uses the old ones.
 
-    What is large enough stays. New memory is 0, but for credits. SharedMemoryFull on all ranks if one of them
-    has no room; then nothing has changed.
+    Parts that are large enough stay. New memory is 0, except for credits. If a rank has no room, all ranks
+    raise SharedMemoryFull, and nothing has changed.
     """
     give_back()
     torch.cuda.synchronize(device)
@@ -138,9 +141,11 @@ def allocate(
 
 
 def apart(device: torch.device, work: Callable[[], T]) -> T:
-    """`work()` in a thread of its own, for tensors that stay: those of inference mode, which a thread has for
-    itself, could not be written outside of it, and while Inductor's CUDA graphs warm up they claim all that
-    this thread allocates, and fail where it is not freed. Settings are those of this thread.
+    """`work()` in a thread of its own, which allocates tensors that outlive the call.
+
+    A tensor that is made in inference mode cannot be written outside of that mode, and the mode belongs to a
+    thread. While Inductor's CUDA graphs warm up, they claim all memory that the calling thread allocates, and
+    fail if it is not freed. The new thread has the settings of the calling thread.
     """
 
     def on_device() -> T:
@@ -154,8 +159,8 @@ def apart(device: torch.device, work: Callable[[], T]) -> T:
 
 
 def _try_to_map(own: Tensor, group: ProcessGroup, meet: Callable[[str], list[str]]) -> None:
-    """Raises Declined on all ranks where torch's symmetric memory does not work: in some containers, and for
-    GPUs that it does not know."""
+    """Raises Declined on all ranks if torch's symmetric memory does not work on one of them, as in some
+    containers and on GPUs that it does not know."""
     problem = ""
     try:
         torch_internals.symmetric_views(own, group)
@@ -169,7 +174,7 @@ def _try_to_map(own: Tensor, group: ProcessGroup, meet: Callable[[str], list[str
 def _own(
     have: PeerMemory | None, capacity: Need, world: int, device: torch.device
 ) -> tuple[dict[str, Tensor], str]:
-    """This rank's new memory, or why there is none."""
+    """The new parts of this rank's memory; without room no parts, and the reason."""
     missing = _missing(have, capacity)
     total = sum(size * itemsize_of(name) for name, size in missing.items())
     problem = ""
@@ -196,7 +201,7 @@ def _own(
 
 
 def _missing(have: PeerMemory | None, capacity: Need) -> dict[str, int]:
-    """By region and local tensor, the elements of what has to be made."""
+    """The number of elements of each region and local tensor that has to be allocated."""
 
     def elements(name: str) -> int:
         if have is None:
@@ -218,18 +223,18 @@ def _bytes_of(part: Region | Tensor) -> int:
 
 
 def sizes_of(memory: PeerMemory) -> dict[str, int]:
-    """Bytes by part, of one rank."""
+    """Bytes of each part of one rank's memory."""
     return {name: _bytes_of(part) for name, part in _parts(memory).items()}
 
 
 def itemsize_of(name: str) -> int:
-    """Of what `Need` counts of a part."""
+    """Bytes of one of the elements in which `Need` counts a part."""
     return LOCAL.get(name, torch.uint8).itemsize
 
 
 class Refusals:
-    """What there was no room for, and when all ranks try again: after 1, 2, 4, ... calls, which they count
-    alike."""
+    """Allocations that found no room, and when all ranks try again: after 1, 2, 4, ... calls. All ranks count
+    the same calls."""
 
     def __init__(self) -> None:
         self._refused: dict[Hashable, tuple[SharedMemoryFull, int, int]] = {}
@@ -250,9 +255,11 @@ class Refusals:
 
 
 def give_back() -> None:
-    """Memory of groups that are gone, where the last graph is gone, too. Freeing synchronises: not to be
-    called while this thread captures a graph."""
+    """Frees the memory of destroyed groups that no graph uses any more.
+
+    Freeing synchronises: not to be called while this thread captures a graph."""
     _without_group[:] = [(memory, graphs) for memory, graphs in _without_group if graphs.any]
 
 
 _without_group: list[tuple[PeerMemory, Graphs]] = []
+"""Memory of destroyed groups that graphs may still use."""

@@ -66,7 +66,7 @@ class Board:
         return ctypes.string_at(self._at(rank, _TEXT_AT)).decode(errors="replace")
 
     def write(self, rank: int, stage: Stage, words: Sequence[int], text: str) -> None:
-        """The stage last: who sees it finds the rest."""
+        """Writes the stage last: a rank that reads the new stage finds the words and the text."""
         encoded = text.encode()[: _TEXT_BYTES - 1] + b"\0"
         ctypes.memmove(self._at(rank, _TEXT_AT), encoded, len(encoded))
         (ctypes.c_int32 * RECORD_WORDS).from_address(self._at(rank, _WORDS_AT))[:] = list(words)

@@ -11,14 +11,14 @@ from autofuse.lowering import torch_internals
 
 
 class Chain:
-    """Fused kernels of one device, whatever their groups and streams, run one after another: two that wait
-    for peers could keep each other from running."""
+    """Lets the fused kernels of one device run one after another, whatever their groups and streams. Two
+    kernels that wait for peers could keep each other from running."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._event = torch.cuda.Event()
-        # Their addresses, which launches of `native_kernels/gpu/launch.cpp` read.
+        # Handles of the last stream and of the event, which `native_kernels/gpu/launch.cpp` reads.
         self.last, self.event = c_int64(-1), c_int64(0)
 
     def enter(self) -> None:

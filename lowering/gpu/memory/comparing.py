@@ -1,4 +1,4 @@
-"""Compares calls between ranks: all of a call before the first of its kind, sizes before a way is chosen."""
+"""Compares calls between ranks: sizes before a way is chosen, and whole calls before the first of a kind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MOST_KINDS = 4096
 
 
 class Answers:
-    """What the ranks of a group found together. Every question adds one entry on every rank, so the tables of
-    all ranks are full, and forgotten, at once."""
+    """Answers that the ranks of a group have found together. Every question adds one entry on every rank, so
+    the tables of all ranks are full, and cleared, at the same question."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, bool] = {}
@@ -25,8 +25,10 @@ class Answers:
         return self._known.get(question)
 
     def find(self, question: Hashable, meet: Callable[[], bool], forgotten: Callable[[], object]) -> bool:
-        """The answer, for which all ranks meet if they do not know it. forgotten: called when all answers are
-        forgotten. Sizes may change without end, so a table has an end."""
+        """The answer. All ranks meet for it if they do not know it.
+
+        forgotten: called when the table is full and all answers are dropped. Sizes may change without end, so
+        tables are bounded."""
         found = self._known.get(question)
         if found is None:
             found = meet()
@@ -50,7 +52,8 @@ class Kinds(Answers):
     def are_alike(
         self, op: str, at: str, way: str, problem: Any, meet: Meet, forgotten: Callable[[], object]
     ) -> bool:
-        """What `are_alike` finds: all ranks meet before the first call of a kind. forgotten: as of `find`."""
+        """The answer of the function `are_alike`. All ranks meet before the first call of a kind.
+        forgotten: as of `find`."""
 
         def compare() -> bool:
             return are_alike(meet(told_of(op, at, way, problem)), self._group_name)
@@ -66,8 +69,8 @@ def kind_of(op: str, at: str, way: str, problem: Any) -> str:
 
 
 def told_of(op: str, at: str, way: str, problem: Any) -> str:
-    """A call in words; its kind; what must be the same on all ranks in any case; and the sizes that need not
-    be, those that the problem names in `own` or in `free`."""
+    """Four texts: the whole call; its kind; all that must be the same on all ranks; and the sizes that may
+    differ, which are those that the problem names in `own` or in `free`."""
     names = {*getattr(problem, "own", ()), *getattr(problem, "free", ())}
     text = f"{op} at {at} ({way}; {_listed(problem, lambda name: True)})"
     alike = f"{op} {at} {_listed(problem, lambda name: name not in names)}"
@@ -100,11 +103,11 @@ def _disagreement(kinds: Sequence[str], texts: Sequence[str], group_name: str) -
 
 
 class Parts(Answers):
-    """Of which calls all ranks of a group have parts of equal sizes. A rank chooses a way by its own sizes,
-    so the ranks compare these sizes before.
+    """The calls for which all ranks of a group have parts of equal sizes. A rank chooses a way by its own
+    sizes, so the ranks compare these sizes first.
 
-    Questions are the site, what must be the same on all ranks, and this rank's own sizes. Two layers of a
-    program may have equal sizes on one rank alone, so the site counts.
+    A question consists of the site, all that must be the same on all ranks, and this rank's own sizes. Two
+    layers of a program may have equal sizes on one rank alone, so the site is part of the question.
     """
 
     def __init__(self, group_name: str) -> None:
@@ -114,8 +117,8 @@ class Parts(Answers):
     def are_equal(
         self, op: str, at: str, problem: Any, meet: Meet | None, forgotten: Callable[[], object]
     ) -> bool:
-        """Whether kernels see the same sizes on all ranks, which meet if this rank's are new at this site.
-        RuntimeError if anything but sizes that ranks may have of their own differs.
+        """Whether kernels see the same sizes on all ranks. The ranks meet if this rank's sizes are new at the
+        site. RuntimeError if anything differs except sizes that each rank may have of its own.
 
         meet: None if ranks cannot meet now; then sizes that were not compared count as equal. forgotten: as
         of `find`.

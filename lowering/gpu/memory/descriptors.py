@@ -21,14 +21,17 @@ Put = Callable[[Tensor, bytes], None]
 
 
 class Descriptors:
-    """put: stores words on the device, in the order of the current stream; allocate: int64 memory, kept."""
+    """The descriptors of a group.
+
+    put: stores words on the device, in the order of the current stream; allocate: returns int64 memory.
+    """
 
     def __init__(self, put: Put, allocate: Callable[[int], Tensor]) -> None:
         self._put, self._allocate = put, allocate
         self._slots: list[Tensor] = []
         self._kept: list[list[Tensor]] = []  # captured graphs may read them
         self._size = 0
-        self._known: dict[bytes, int] = {}  # the last one used is the last one
+        self._known: dict[bytes, int] = {}  # slots by words, in the order of their last use
         self._captured: set[int] = set()
 
     def place(self, words: bytes, capturing: bool) -> Tensor:
@@ -52,7 +55,8 @@ class Descriptors:
         return found
 
     def _free(self) -> int | None:
-        """A slot without a descriptor, or else that of the descriptor that was used longest ago."""
+        """A slot without a descriptor, else the slot of the descriptor whose last use is longest ago. None if
+        captured calls have all slots."""
         used = set(self._known.values()) | self._captured
         for slot in range(SLOTS):
             if slot not in used:

@@ -36,7 +36,7 @@ from .chain import Chain
 log = logging.getLogger(__name__)
 
 SETTLE_S = 0.05
-"""In which kernels that are told to stop have stopped."""
+"""Within this time kernels that are told to stop have stopped."""
 PATIENCE_S = 2.0
 """How long a rank waits until its living peers have settled."""
 LOOKS_PER_DEATH = 3
@@ -52,15 +52,16 @@ _WAITS = {
     Wait.COMBINING: "to send rows of its experts",
     Wait.GRADIENTS: "to send the gradients of its bags",
 }
-"""What a rank did not come to do, by the code of the wait for it."""
+"""What the awaited rank should have done, by the code of the wait."""
 
 NOT_USED = "What this op and later ones returned is not to be used"
 
 
 class Failures:
-    """Of one group, seen from this rank: `record` is the failure record, int32 in memory of the host.
+    """The failures of one group, as this rank knows them.
 
-    limit_s: how long a wait of the latest call may take.
+    record: the failure record of this rank, int32 in memory of the host. limit_s: how long a wait of the
+    latest call may take.
     """
 
     def __init__(
@@ -94,18 +95,18 @@ class Failures:
         self.failed.value = bool(text)
 
     def guard(self, generation: ctypes.c_int32, chain: Chain) -> Guard:
-        """What launches look at without Python."""
+        """Addresses of the values that `native_kernels/gpu/launch.cpp` compares before a launch."""
         raised, bad_input = map(ctypes.addressof, (self._raised, self._bad_input))
         return Guard(raised, bad_input, self.failed, generation, chain.last, chain.event)
 
     def number(self, site: str) -> int:
-        """Of a site, as failure records have it."""
+        """The number that stands for a site in failure records."""
         if site not in self._sites:
             self._sites.append(site)
         return self._sites.index(site)
 
     def check(self) -> None:
-        """Raises RuntimeError if a kernel of the group gave up waiting, or met an index that is none.
+        """Raises RuntimeError if a kernel of the group gave up waiting, or read an index out of range.
 
         Never synchronises.
         """

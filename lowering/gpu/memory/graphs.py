@@ -1,4 +1,4 @@
-"""Whether CUDA graphs that use memory still live. Only the driver knows when a graph is destroyed."""
+"""Tells whether CUDA graphs that use some memory still exist. Only the driver knows when one is destroyed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Graphs:
         self._forever = False
 
     def note(self, device: int) -> None:
-        """While the current stream of the device is captured, before a launch."""
+        """Adds the graph that the current stream of the device is captured into. Called before a launch."""
         try:
             driver = _driver()
             stream = torch_internals.current_raw_stream(device)

@@ -99,7 +99,8 @@ class GpuWorkspace:
         watch(self.failures)
 
     def _introduce(self, why: str, board: str) -> None:
-        """Ranks tell each other who they are. NotShared, or RuntimeError, on all if they do not fit."""
+        """Ranks exchange who they are and what they can. NotShared or RuntimeError on all if they do not
+        fit."""
         me = {
             "why": why,
             "digest": sources_digest(),
@@ -115,7 +116,7 @@ class GpuWorkspace:
                 raise Declined(f"rank {r}: {other['why']}")
             if other["peer"]["host"] != host_identity():
                 raise Declined(
-                    f"group {self.group_name} spans hosts: rank {self.rank} and rank {r} share none"
+                    f"group {self.group_name} spans hosts: rank {self.rank} and rank {r} share no memory"
                 )
             if other["digest"] != sources_digest():
                 raise RuntimeError(
@@ -123,8 +124,8 @@ class GpuWorkspace:
                     f"install the same on all"
                 )
         self.serial = any(other["serial"] for other in told)
-        """On some rank launches return after their kernels: copy engines cannot be told to move what a
-        running kernel computes."""
+        """Whether launches of some rank return only after their kernels have ended. Such a host cannot tell
+        copy engines to move tiles of a running kernel."""
         check_links([other["gpu"] for other in told], self.rank, self.meet)
         self._clusters = tuple(map(min, zip(*(other["clusters"] for other in told), strict=True)))
         peers = [Peer(**other["peer"]) for other in told]
@@ -152,12 +153,12 @@ class GpuWorkspace:
 
     @cached_property
     def programs(self) -> int:
-        """How many programs run at once, one a multiprocessor."""
+        """How many programs run at once: one on each multiprocessor."""
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     @property
     def _firm(self) -> int:
-        """How many programs stay where a peer has not started the call."""
+        """How many programs stay on the GPU while a peer has not started the call."""
         return max(8, self.programs - self._margin)
 
     def enter(
@@ -165,12 +166,12 @@ class GpuWorkspace:
     ) -> tuple[PeerMemory, int, bool] | None:
         """Before a launch: the memory, the site's number, and whether this way of this op is new.
 
-        The first call of a kind (op, site, way, problem) meets all ranks: RuntimeError if they differ. A new
-        kernel is to be compiled, and then all ranks meet, so that none is late by that; later calls compile
-        variants of it. None if ranks have parts of different sizes; and while a CUDA graph is captured if the
-        variant is new, for which a kernel may have to be compiled, or the memory would have to grow.
-        RuntimeError if an earlier call has failed, SharedMemoryFull on all ranks if one has no room; later
-        calls may find some.
+        All ranks meet before the first call of a kind (op, site, way, problem). If the way is new, the caller
+        compiles its kernel and meets all ranks again, so that none is late. Later variants need no meeting.
+
+        None if ranks have parts of different sizes; also while a CUDA graph is captured, if the variant is
+        new: a kernel may have to be compiled, or the memory to grow. RuntimeError if ranks make different
+        calls or an earlier call has failed. SharedMemoryFull on all ranks if one of them has no room now.
         """
         new, at, call = False, place(site), (op, site, way, variant)
         if call not in self._entered:
@@ -189,8 +190,8 @@ class GpuWorkspace:
         return self.enter_again(), self.failures.number(f"autofuse.{op} at {at}"), new
 
     def has_equal_parts(self, op: str, site: str, problem: Hashable, capturing: bool) -> bool:
-        """Whether all ranks have parts of equal sizes: see `Parts`. Where they differ, all ranks run what the
-        op replaces. All ranks ask before a way is chosen; they meet if sizes are new, but in no capture."""
+        """Whether all ranks have parts of equal sizes (see `Parts`). If not, all of them run what the op
+        replaces. All ranks ask before a way is chosen; they meet if sizes are new, but in no capture."""
         meet = None if capturing else self.meet
         return self._parts.are_equal(op, place(site), problem, meet, self.calls.clear)
 
@@ -207,7 +208,7 @@ class GpuWorkspace:
                 self.needs[name] = size, call
 
     def enter_again(self) -> PeerMemory:
-        """As `enter`, before a launch like one that it has let in."""
+        """As `enter`, before a launch of a kind that has entered before."""
         self.failures.check()
         self._capturing = torch.cuda.is_current_stream_capturing()
         if self._capturing:
@@ -226,7 +227,7 @@ class GpuWorkspace:
 
     @cached_property
     def descriptors(self) -> Descriptors:
-        """Of embedding tables, on the device."""
+        """Descriptors of embedding tables in the memory of the device."""
 
         def allocate(size: int) -> Tensor:
             return apart(self.device, lambda: torch.zeros(size, dtype=torch.int64, device=self.device))
@@ -234,12 +235,12 @@ class GpuWorkspace:
         return Descriptors(put_words, allocate)
 
     def leave(self) -> None:
-        """After the launch: later calls on other streams come after it."""
+        """To be called after the launch: later calls on other streams run behind it."""
         if not self._capturing:
             self._chain.leave()
 
     def leave_again(self) -> None:
-        """After what follows a launch that was started again: such a call is not captured."""
+        """As `leave`, of a call that has repeated a launch and launched more. Such a call is not captured."""
         self._chain.leave()
 
     def check(self) -> None:
@@ -247,7 +248,7 @@ class GpuWorkspace:
         self.failures.check()
 
     def meet(self, value: str) -> list[str]:
-        """One string of every rank, which all must bring. Where a rank does not come, all fail."""
+        """The values of all ranks. All ranks must call it; if one does not come, all raise an error."""
         self._meetings += 1
         where, limit = f"{self._prefix}/{self._meetings}", self._limit_s()
         try:
@@ -260,9 +261,9 @@ class GpuWorkspace:
             raise
 
     def reset(self, number: int, meet: Callable[[str], list[str]]) -> None:
-        """All memory is as at first, for the reset of this number. All ranks call it together.
+        """Puts all memory into its first state, for the reset of this number. All ranks call it together.
 
-        Between the meetings nothing of a kernel or a copy is under way on any rank.
+        Between the two meetings no kernel and no copy runs on any rank.
         """
         self.failures.pause()
         try:
@@ -276,7 +277,7 @@ class GpuWorkspace:
                 memory.clear()
             torch.cuda.synchronize(self.device)
             self.failures.forget()
-            # Ranks may have come to different calls: what they have agreed on is asked again.
+            # The ranks may have stopped at different calls, so they agree on everything anew.
             self._prefix, self._meetings = f"{self._prefix.partition('/reset')[0]}/reset/{number}", 0
             for known in (self._kernels, self._entered, self._compared, self._parts):
                 known.clear()
@@ -289,11 +290,11 @@ class GpuWorkspace:
             self.failures.resume()
 
     def _grow(self, need: Need) -> None:
-        """Memory for `need`, too, by all ranks together. SharedMemoryFull on all if one has no room."""
+        """Grows the memory by `need`, on all ranks. SharedMemoryFull on all of them if one has no room."""
         capacity = grown(need | self.capacity)
         found = allocate(self._held, capacity, self.group, self.device, self.meet)
         self._held.replace(self._described(*found[:2]), capacity, keep=found[2])
-        self.again.forget(self.calls)  # they know the memory of before
+        self.again.forget(self.calls)  # they hold the old memory
         self.engine.memory = self.memory
 
     def _described(self, regions: dict[str, Region], local: dict[str, Tensor]) -> PeerMemory:
@@ -342,9 +343,9 @@ def workspace_of(group_name: str, operand: Tensor) -> GpuWorkspace:
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device, which need not be that of the operands."""
+    """Makes `device` the current device, on which kernels are launched."""
     if device.index == torch.cuda.current_device():
-        return nullcontext()  # to enter the other one takes longer than a launch
+        return nullcontext()  # entering torch.cuda.device takes longer than a launch
     return torch.cuda.device(device)
 
 
@@ -368,7 +369,7 @@ def made_of(group: ProcessGroup) -> GpuWorkspace | None:
 
 
 def reset(group: ProcessGroup, number: int, meet: Callable[[str], list[str]]) -> None:
-    """`GpuWorkspace.reset`, of a group for which all ranks have one."""
+    """Calls `GpuWorkspace.reset` for a group for which all ranks have a workspace."""
     found = _workspaces[group]
     with current(found.device):
         found.reset(number, meet)
@@ -383,11 +384,11 @@ def forget(group: ProcessGroup) -> None:
 
 
 agreements: list[WeakKeyDictionary[GpuWorkspace, Any]] = []
-"""Of those who keep what all ranks of a group have agreed on."""
+"""Tables of other modules with what the ranks of a group have agreed on. A reset empties them."""
 
 
 def workspaces() -> list[GpuWorkspace]:
-    """Of all groups that have met on GPUs."""
+    """The workspaces of all groups that have met on GPUs."""
     return [found for found in list(_workspaces.values()) if isinstance(found, GpuWorkspace)]
 
 
