@@ -23,9 +23,12 @@ def nearest(
 ) -> Tensor:
     """The logarithms of the constants with the least residuals.
 
-    residuals: logarithms of predicted over measured times; slopes: their derivatives, of constants and
-    residuals there; start: where constants are held; prior: how much each is held there, in units of one
-    measurement that is off by as much; guess: where the search begins, by default at `start`.
+    Args:
+        residuals: returns the logarithms of predicted over measured times, given those of the constants.
+        slopes: returns their derivatives, given the constants and the residuals there.
+        start: the constants to which the fit is drawn.
+        prior: how strongly each is drawn there, in units of one measurement that is off by as much.
+        guess: where the search begins, by default at `start`.
     """
 
     def cost(r: Tensor, logs: Tensor) -> float:

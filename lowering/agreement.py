@@ -1,8 +1,8 @@
 """What ranks tell each other before an optimizer's step writes anything: `step()` happens on all ranks or
 on none.
 
-Every rank tells two digests, of what must be equal on all ranks, and a code of two bits a tensor. All ranks
-find the same problem, if there is one, and name the tensor."""
+Every rank tells two digests of all that must be equal on all ranks, and a code of two bits for each tensor.
+So all ranks find the same problem, if there is one, and name the same tensor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 MISSING, GIVEN, WRONG = range(3)
+"""Codes of gradients."""
 _SAYS = {
     MISSING: "has no gradient",
     WRONG: "has a gradient that is sparse or of other shape, dtype or device",
@@ -21,19 +22,18 @@ _PER_WORD = 31
 """Codes in an int64, which has a sign."""
 
 _BAD = sum(2 << 2 * i for i in range(_PER_WORD))
-"""The bits of WRONG."""
-
+"""The bits of WRONG in a word."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What a gradient may be besides what its parameter is."""
+"""Dtypes that a gradient may have besides that of its parameter."""
 
 
 class Disagreement(ValueError):
-    """The ranks cannot go on, and all of them know."""
+    """The ranks cannot go on. All of them raise it."""
 
 
 def code(param: Tensor, grad: Tensor | None) -> int:
-    """That of a gradient."""
+    """The code of a gradient."""
     if grad is None:
         return MISSING
     fits = grad.shape == param.shape and grad.device == param.device and grad.layout == torch.strided
@@ -41,7 +41,7 @@ def code(param: Tensor, grad: Tensor | None) -> int:
 
 
 def digest(*values: object) -> int:
-    """63 bits of a text of what is given; of a tensor on a CPU its bytes count."""
+    """63 bits of a hash of the values. Of a tensor, which is on the CPU, the bytes are hashed."""
     found = hashlib.blake2b(digest_size=8)
     for value in values:
         found.update(value.numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode())
@@ -49,7 +49,8 @@ def digest(*values: object) -> int:
 
 
 def told(kind: int, numbers: int, codes: Sequence[int]) -> list[int]:
-    """What a rank tells. kind: digest of tensors, dtypes and rule; numbers: of rates and the like."""
+    """The message of a rank. kind: the digest of tensors, dtypes and rule; numbers: that of rates and other
+    numbers."""
     cut = [codes[at : at + _PER_WORD] for at in range(0, len(codes), _PER_WORD)]
     words = [sum(c << 2 * i for i, c in enumerate(part)) for part in cut]
     return [kind, numbers, *words]
@@ -85,5 +86,5 @@ def problem(op: str, of_ranks: Sequence[Sequence[int]], names: Sequence[str]) ->
 
 
 def not_finite(op: str, norm: float) -> RuntimeError:
-    """What `error_if_nonfinite` raises."""
+    """The error that the option `error_if_nonfinite` asks for."""
     return RuntimeError(f"{op}: the norm of all gradients is {norm}; no parameter has changed")

@@ -19,7 +19,8 @@ BUCKET = 1024
 
 
 class Segment(NamedTuple):
-    """Elements `[start, start + length)` of a tensor, which lie at `at` of the run that was asked for."""
+    """Elements `[start, start + length)` of a tensor. They begin at element `at` of the range that was asked
+    for."""
 
     tensor: int
     start: int
@@ -29,8 +30,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Buckets:
-    """The table of tensors of so many elements each, of `world` owners. `buckets_of` makes it; as a key of a
-    cache it stands for itself, since there may be thousands of tensors. bucket: its most elements."""
+    """The buckets of tensors with `numels` elements, shared out to `world` owners. bucket: most elements of
+    one.
+
+    Only `buckets_of` makes it, so tables are compared by identity: there may be thousands of tensors.
+    """
 
     numels: tuple[int, ...]
     world: int
@@ -77,7 +81,7 @@ class Buckets:
         ]
 
     def segments(self, start: int, stop: int) -> Iterator[Segment]:
-        """The segments of elements `[start, stop)` of all."""
+        """The segments of elements `[start, stop)`, counted over all tensors."""
         tensor = max(0, bisect_right(self.offsets, start) - 1)
         at = start
         while at < stop:
@@ -91,5 +95,6 @@ class Buckets:
 
 @lru_cache(maxsize=256)
 def buckets_of(numels: tuple[int, ...], world: int, bucket: int = BUCKET) -> Buckets:
-    """The table; made once. With buckets of one element, owners of a tensor of `world * n` have `n` each."""
+    """The table, which is made once. With buckets of one element, each owner of a tensor of `world * n`
+    elements has `n` of them."""
     return Buckets(numels, world, bucket)

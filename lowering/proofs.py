@@ -17,14 +17,16 @@ from autofuse.lowering.limits import default_limit_s, limit_s
 from autofuse.lowering.torch_internals import group_store, resolve_group
 
 UNPROVEN = "unproven"
-"""In place of a proof: this rank has none, and compares that with what the others have."""
+"""Stands for a proof on a rank that has none, but compares proofs with the other ranks."""
 
 _agreed: WeakKeyDictionary[Workspace, dict[tuple[str, str], bool]] = WeakKeyDictionary()
 
 
 def exchange(group: str | ProcessGroup, text: str) -> list[str]:
-    """The texts of all ranks of the group, which all call this. RuntimeError for ranks that do not come in
-    time; one that comes later does not find us, so that it waits, too, and fails as well."""
+    """The texts of all ranks of the group. All ranks call this together.
+
+    RuntimeError if a rank does not come in time. This rank's text is then removed, so that a rank that comes
+    later fails as well."""
     group = resolve_group(group)
     if dist.get_backend(group) == "fake":
         return [text] * group.size()

@@ -1,10 +1,9 @@
 """What has run at the sites of this process: the way of every kind of call, and the calls that fell back.
 
-A report is made while a graph is compiled; what runs is decided afterwards, when calls are prepared. Code
-that prepares a call notes here what runs it, once for each kind of call. Code that leaves a call to torch
-because something is missing counts it. A report joins both when it is read. Sites are known by names that a
-graph from a compile cache has, too.
-"""
+A report is made while a graph is compiled. The way of a call is chosen later, when the call is prepared. The
+code that prepares a call notes the way here, once for each kind of call. The code that leaves a call to torch
+because something is missing counts it here. A report joins both when it is read. The key of a site is the
+same in a graph from a compile cache."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from .notes import place
 MEASURED, PREDICTED = "measured", "predicted"
 
 MOST = 4096
-"""Kinds of calls that are remembered, and as many kinds of fall-backs: sizes may change without end."""
+"""The number of kinds of calls, and of kinds of fall-backs, that are kept. Sizes may change without end."""
 
 Shapes: TypeAlias = tuple[tuple[int | None, ...], ...]
-"""Of the operands that name a call. None, in a site: any size."""
+"""Shapes of the operands by which calls are told apart. A None in the key of a site stands for any size."""
 
 
 @dataclass(frozen=True)
 class SiteKey:
-    """A site as its calls know it, or the calls of one kind at a site.
+    """The key of a site, or of the calls of one kind at a site.
 
     place: `file:line` without the folder; where ops were merged several of them, with `+` between.
     """
@@ -41,7 +40,7 @@ class SiteKey:
         return cls(op, place(site), group, shapes)
 
     def has(self, call: SiteKey) -> bool:
-        """Whether a call is one of this site, as far as names and sizes tell."""
+        """Whether the key of a call fits this site."""
         return (self.op, self.place, self.group) == (call.op, call.place, call.group) and _fit(
             self.shapes, call.shapes
         )
@@ -63,8 +62,8 @@ class Timed:
 class Run:
     """What runs the calls of one kind at a site.
 
-    fused: a kernel of ours, else torch's. captured: in CUDA graphs. torch, ours: the fastest way of either
-    whose time is known.
+    fused: whether a kernel of ours runs them, else torch does. captured: whether these are calls in CUDA
+    graphs. torch, ours: the fastest known way without and with a kernel of ours.
     """
 
     shapes: Shapes
@@ -86,14 +85,14 @@ class FallBack:
 
 @dataclass(frozen=True)
 class Ran:
-    """What is known of a site."""
+    """All that has run at a site."""
 
     runs: tuple[Run, ...] = ()
     fell_back: tuple[FallBack, ...] = ()
 
 
 def is_new(kind: Hashable) -> bool:
-    """Whether calls of this kind have not been asked for; from now on they have."""
+    """Whether this is the first question for calls of this kind."""
     with _lock:
         found = kind not in _kinds
         if found:
@@ -102,20 +101,20 @@ def is_new(kind: Hashable) -> bool:
 
 
 def ran(key: SiteKey, run: Run) -> None:
-    """This runs such calls from now on."""
+    """Notes what runs such calls from now on."""
     with _lock:
         _remember(_runs, (key, run.captured), run)
 
 
 def fell_back(key: SiteKey, why: str) -> None:
-    """Counts a call."""
+    """Counts a call that torch runs, and why."""
     with _lock:
         _remember(_fell_back, (key, why), _fell_back.get((key, why), 0) + 1)
 
 
 @dataclass(frozen=True)
 class Note:
-    """What is to be noted of calls that are prepared: `ran` once they are let in, `fell_back` if not."""
+    """The note of a prepared call. Its launcher calls `ran` if the call may run, else `fell_back`."""
 
     key: SiteKey
     run: Run
@@ -128,7 +127,7 @@ class Note:
 
 
 def of_site(site: SiteKey) -> Ran:
-    """What has run there until now, smaller shapes first."""
+    """What has run at a site until now, smaller shapes first."""
     with _lock:
         runs = [run for (key, _), run in _runs.items() if site.has(key)]
         counts = [FallBack(key.shapes, why, n) for (key, why), n in _fell_back.items() if site.has(key)]
@@ -137,13 +136,13 @@ def of_site(site: SiteKey) -> Ran:
 
 
 def of_op(op: str) -> list[Run]:
-    """What has run calls of an op, wherever they are; the latest kind of calls last."""
+    """What has run the calls of an op at all sites; the latest kind of calls last."""
     with _lock:
         return [run for (key, _), run in _runs.items() if key.op == op]
 
 
 def forget() -> None:
-    """As if nothing had run yet."""
+    """Drops all notes and counts."""
     with _lock:
         for each in (_runs, _fell_back, _kinds):
             each.clear()
@@ -162,7 +161,7 @@ def _remember(known: dict[Any, Any], at: Any, value: Any) -> None:
 
 
 def _fit(pattern: Shapes, shapes: Shapes) -> bool:
-    """Whether shapes differ from a pattern only where it has any size."""
+    """Whether the shapes are equal to the pattern wherever the pattern has a size."""
     return [len(dims) for dims in pattern] == [len(dims) for dims in shapes] and all(
         size is None or size == other
         for dims, others in zip(pattern, shapes, strict=True)

@@ -33,9 +33,6 @@ from torch import Tensor
 NUMBERS = 12
 """Length of the row of a tensor."""
 
-LIMITS = 4
-"""How many numbers `factor` takes."""
-
 _KEEP, _DECAY, _TAKE1, _KEEP2, _TAKE2, _ROOT, _EPS, _STEP, LR, ADAPTS, SIGN, SEAL = range(12)
 _MOST = 0
 _SGD_LR, _SGD_DECAY, _M_KEEP, _M_TAKE, _OF_G, _OF_M = range(6)

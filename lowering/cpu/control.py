@@ -27,18 +27,18 @@ _MEETINGS = _VALUES + 2 * _ROW * 8
 
 
 def nbytes_of(world: int) -> int:
-    """Of a segment."""
+    """Size of a control segment."""
     return _MEETINGS + world * (1 + SLOTS) * _LINE
 
 
 class Control:
-    """Where things lie, as this rank sees them. Lists have an entry for each rank.
+    """The addresses of all parts of the control segments in this process. Lists have an entry for each rank.
 
     Attributes:
-        values, headers: of either parity, of all ranks.
-        failures: addresses; `failure_bytes` long.
-        meetings_in: slots of this rank for others.
-        meetings: two arrays of C: the slots of others for this rank, and `meetings_in`.
+        values, headers: by parity, then by rank.
+        failures: addresses of the ranks' failure texts, each `failure_bytes` long.
+        meetings_in: slots in this rank's segment, one for each source.
+        meetings: two arrays of C: this rank's slots in the segments of others, and `meetings_in`.
         headers_of: `headers` as an array of C for each parity.
     """
 
@@ -57,7 +57,7 @@ class Control:
         self._signals_out = [b + signals + rank * SLOTS * _LINE for b in base]
 
     def signal_from(self, source: int, slot: int) -> int:
-        """The address that `source` signals at."""
+        """The address at which `source` signals this rank."""
         assert 0 <= slot < SLOTS, slot
         return self._signals_in[source] + slot * _LINE
 

@@ -22,8 +22,8 @@ Spec: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
 
 @dataclass(slots=True)
 class State:
-    """The tensors of one call. `product` is empty unless it is kept, or computed in one piece. `results` are
-    those of a tail. `kept`: what `keep_product` returns."""
+    """The tensors of one call. `product` is empty unless the product is returned or computed in one piece.
+    `results` are those of a tail. `kept` is the tensor that `keep_product` returns."""
 
     call: Call
     x: Sequence[Tensor]
@@ -43,8 +43,8 @@ Step: TypeAlias = Callable[[State], object]
 class Recipe:
     """A call of given shapes.
 
-    `whole`: the product is computed in one piece before the plan starts. `results`: shapes and dtypes of what
-    a tail returns in place of the output, which is then memory for sums.
+    `whole`: the product is computed in one piece before the plan starts. `results`: shapes and dtypes of the
+    results of a tail. The op returns them in place of the output, which then only holds sums.
     """
 
     shape: tuple[int, int]
@@ -58,7 +58,7 @@ class Recipe:
 
 
 class Kind(Hashable, Protocol):
-    """All of a call that decides how it is computed: its arguments, of tensors shapes and dtypes."""
+    """The key of a recipe: the arguments of a call, with shapes and dtypes in place of tensors."""
 
     @property
     def x(self) -> Spec: ...
@@ -77,7 +77,7 @@ class Kind(Hashable, Protocol):
 
 
 class Arguments(Protocol):
-    """Those of an op, as far as executors of all products read them."""
+    """The arguments that the executors of all products read."""
 
     @property
     def x(self) -> list[Tensor]: ...
@@ -118,7 +118,7 @@ def meta(spec: Spec) -> list[Tensor]:
 
 @lru_cache(maxsize=2048)
 def recipe_of(kind: Kind, world: int, rank: int) -> Recipe | None:
-    """None for a dtype without a kernel."""
+    """The recipe, which is made once; None for a dtype without a kernel."""
     p = infer_product(kind)
     return kind.recipe(p, world, rank) if p.dtype in DTYPES else None
 

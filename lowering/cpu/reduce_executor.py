@@ -28,9 +28,9 @@ ONE_SHOT_BYTES = 1 << 20
 one shot if these reads are of at most this many bytes."""
 
 FEW_ROWS = 256
-"""With fewer rows a chunk the product is computed in one piece and then cut: every matmul packs its weight
-anew. Measured: two matmuls of 128 rows take 1.09 times as long as one of 256, four of 64 rows 1.35 times; the
-copies take a few percent."""
+"""If a chunk has fewer rows, the product is computed in one piece and then cut, since every matmul packs its
+weight anew. Measured: two matmuls of 128 rows take 1.09 times as long as one of 256, four of 64 rows 1.35
+times; the copies take a few percent."""
 
 MOST_TILES, TILE_BYTES, TILE_EDGES = 4, 1 << 20, (512, 256)
 """A chunk is cut into tiles so that a tile can be reduced before the next one arrives. The tiles are few and
@@ -67,11 +67,10 @@ def partition(
     """How `P: [m, n]` of `itemsize` bytes an element is cut. Raises ValueError if it cannot be cut evenly.
 
     `dim` and `outer` say where a reduce_scatter cuts; an all_reduce chooses for itself. `owner`: owners of
-    rows apply the tail of an all_reduce, so that it is cut along rows. `experts`: of a product of experts.
-    The rows of tokens lie apart, so that an all_reduce cuts columns. Tokens are cut from a product in one
-    piece, which was measured to take 0.8 times as long as looking their rows up. `bags`: of a product of
-    embedding bags, which are pooled over all columns.
-    """
+    rows apply the tail of an all_reduce, which is therefore cut along rows. `experts`: the product is one of
+    experts. The rows of a token lie apart, so an all_reduce cuts columns; a reduce_scatter computes the
+    product in one piece and then cuts tokens, which was measured to take 0.8 times as long as to look their
+    rows up. `bags`: the product is one of embedding bags, which are pooled over all columns."""
     everywhere = op == "matmul_all_reduce"
     if everywhere:
         dim, outer = (0 if owner or bags or (m >= max(4 * n, world) and not experts) else 1), 1
@@ -84,7 +83,7 @@ def partition(
     one_shot = (
         everywhere and not owner and order == "direct" and m * n * itemsize * (world - 2) <= ONE_SHOT_BYTES
     )
-    # Columns in stretches would need a copy of the weights: cut up the product instead.
+    # Columns that lie apart would need a copy of the weights: cut up the product instead.
     stretches = outer > 1 or dim == 1
     few = experts or cut.inner < FEW_ROWS if dim == 0 else outer > 1
     whole = not one_shot and (stretches if bags else few)
@@ -99,7 +98,7 @@ def partition(
 
 
 class Kind(NamedTuple):
-    """All of a call that decides how it is computed: its arguments, of tensors shapes and dtypes."""
+    """The key of a recipe: the arguments of a call, with shapes and dtypes in place of tensors."""
 
     op: str
     x: Spec
@@ -117,7 +116,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, op: str, args: "Reduction") -> "Kind":
-        """That of a call whose proof holds on all ranks."""
+        """The kind of a call, if its proof holds on all ranks."""
         owner = (
             bool(args.tail)
             and args.proof not in ("", UNPROVEN)
@@ -153,10 +152,10 @@ class Kind(NamedTuple):
         made = (
             TailSteps(self.tail, self.tail_operands, self.owner, *given) if self.tail else ReduceSteps(*given)
         )
-        # Not the product: what is summed may differ, as with a bias that one rank alone adds.
+        # The key leaves the product out, which may differ between ranks: one rank alone may add a bias.
         where = f"dim {found.dim} outer {found.cut.outer}"
         key = f"{self.reduce_op} {p.dtype} [{m}, {n}] {where}, {plan.agreement}"
-        # Nor a tail that every rank applies: what it reads of its peers is what it would copy.
+        # Nor is a tail in it that every rank applies for itself: ranks then read only sums of their peers.
         if self.owner:
             key += f", tail {self.tail!r} by owners"
         steps = made.steps(with_tiles(plan.actions))
@@ -164,7 +163,7 @@ class Kind(NamedTuple):
 
 
 def reduce_plan_shape(op: str, args: "Reduction") -> PlanShape:
-    """What the plans of a call are made from; of the tensors only shapes and dtypes count."""
+    """The arguments of the plans of a call. Only shapes and dtypes of its tensors count."""
     kind = Kind.of(op, args)
     return kind.partition(infer_product(kind), group_size(args.group_name)).shape
 

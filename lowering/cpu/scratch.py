@@ -1,7 +1,7 @@
 """Private float32 memory that ops of a group use one after another.
 
-The system hands out new memory page by page, which takes longer than the step of an optimizer its work on it:
-27 ms for 32 MiB that are written in 3 ms. So the memory is kept, until the group is destroyed.
+The system hands out new memory page by page. That takes longer than the work of an optimizer's step on the
+memory: 27 ms for 32 MiB that are written in 3 ms. So the memory is kept until the group is destroyed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _kept: WeakKeyDictionary[Workspace, Tensor] = WeakKeyDictionary()
 
 @contextmanager
 def scratch(workspace: Workspace, count: int) -> Iterator[Tensor]:
-    """At least so many elements, of any values. Calls of other threads get memory of their own meanwhile."""
+    """Memory of at least `count` elements of any values. Calls of other threads get memory of their own
+    meanwhile."""
     found = _kept.pop(workspace, None)
     if found is None or len(found) < count:
         found = torch.empty(count, dtype=torch.float32, device="cpu")
@@ -31,6 +32,6 @@ def scratch(workspace: Workspace, count: int) -> Iterator[Tensor]:
 
 
 def scratch_bytes(workspace: Workspace) -> int:
-    """What is kept between calls."""
+    """Bytes that are kept between calls."""
     found = _kept.get(workspace)
     return 0 if found is None else found.nbytes

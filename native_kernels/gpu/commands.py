@@ -14,24 +14,25 @@ from . import driver
 from .prepared import record
 
 OF_CALL = 0
-"""In place of a stream: that of the call."""
+"""Stands for the stream of the call."""
 
 
 class Do(IntEnum):
-    """launch.cpp has the same numbers."""
+    """Kinds of commands. launch.cpp has the same numbers."""
 
     RECORD = 0
     """Record the event `at`."""
     AWAIT = 1
     """Later work of the stream waits for the event `at`."""
     TAKE = 2
-    """Wait until the word `at` is at least 1 (more after a wait of a kernel has given up), and clear it."""
+    """Wait until the word `at` is at least 1, and clear it. After a wait of a kernel has given up, the word
+    may be larger."""
     COPY = 3
     """Copy `nbytes` from `source` to `at`."""
 
 
 class Command(NamedTuple):
-    """at, source: addresses; of an event its handle."""
+    """One command. at, source: addresses; for events, `at` is the handle of the event."""
 
     do: Do
     stream: int

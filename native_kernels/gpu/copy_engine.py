@@ -21,7 +21,7 @@ from .memory import FIRST_PRESENCE as FIRST_PRESENCE
 
 
 class CopyEngine:
-    """The copy engines of one group, a stream a peer; `memory` may be replaced by larger memory.
+    """The copy engines of one group, with a stream for each peer. `memory` may be replaced by larger memory.
 
     RuntimeError where the Python bindings of the CUDA driver are missing.
     """
@@ -30,8 +30,8 @@ class CopyEngine:
         self.memory, device = memory, memory.state.device
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._peers = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
-        # A stream for each peer, so that a late peer holds up no other. Streams of torch's pool are shared:
-        # on the stream of the kernel, copies that the kernel waits for would start after it.
+        # With a stream for each peer, a late peer does not hold up the others. Streams of torch's pool are
+        # shared. If a copy that the kernel waits for were on the kernel's stream, it would start behind it.
         self._streams = [new_stream() for _ in self._peers]
         self._begun, self._ended = new_event(), [new_event() for _ in self._peers]
         self._forked = 0

@@ -30,7 +30,7 @@ _local = threading.local()
 
 @contextmanager
 def dependent_launches() -> Iterator[None]:
-    """What this thread launches inside of it are the kernels of one call, all of which call `grid_wait`."""
+    """Within it, this thread launches the kernels of one call, all of which call `grid_wait`."""
     before = getattr(_local, "inside", False)
     _local.inside = True
     try:

@@ -52,10 +52,10 @@ class Region:
         return cls(tuple(views), addresses.to(views[0].device))
 
     def half(self, dtype: torch.dtype, row: int = 1) -> int:
-        """Elements before the second half, whole rows of so many elements; calls use the halves in turn.
+        """The number of elements before the second half, a multiple of `row`. Calls use the halves in turn.
 
-        The first half ends where the region has its middle, whatever the rows, so that calls of two kinds
-        meet in no byte. The second one begins there or, with rows, less than a row later.
+        The first half ends in the middle of the region, whatever `row` is. The second half begins there, or
+        less than a row later. So calls with other rows that use the other half share no byte with it.
         """
         middle = self.views[0].numel() // 2 // dtype.itemsize
         return cdiv(middle, row) * row
@@ -67,7 +67,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Need:
-    """What a call needs of each field of `PeerMemory`: bytes of regions, elements of local memory."""
+    """Memory that a call needs in each field of `PeerMemory`: bytes of regions, elements of local memory."""
 
     inbox: int = 0
     finished: int = 0
@@ -83,7 +83,7 @@ class Need:
     outbox: int = 0
 
     def __or__(self, other: "Need") -> "Need":
-        """Enough for either."""
+        """Memory that is enough for each of the two."""
         return Need(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
     def fits(self, capacity: "Need") -> bool:
@@ -91,7 +91,8 @@ class Need:
 
 
 def grown(need: Need) -> Need:
-    """How large memory is made for `need`: in steps of at most a quarter, so that it seldom grows."""
+    """The size of the memory that is allocated for `need`. Sizes differ by at most a quarter, so that memory
+    seldom grows."""
     return Need(*(_step(getattr(need, f.name)) for f in fields(need)))
 
 
@@ -148,10 +149,10 @@ class PeerMemory:
     outbox: Tensor
     clusters: tuple[int, ...] = ()
     prepared: dict[Callable[..., Any], dict[Hashable, Any]] = field(default_factory=dict, init=False)
-    """What `per_memory` keeps."""
+    """The results that `per_memory` keeps."""
 
     def clear(self) -> None:
-        """As before the first call; peers must not use this rank's memory now."""
+        """Puts this rank's memory into its first state. No peer may use it meanwhile."""
         for region in (self.packets, self.words, self.gathers, self.signals, self.copy_signals):
             region.views[self.rank].zero_()
         self.copy_signals.views[self.rank].view(torch.int32)[FIRST_CREDIT : FIRST_CREDIT + self.world] = 1
@@ -183,7 +184,8 @@ MOST_PREPARED = 1024
 
 
 def per_memory(prepare: F) -> F:
-    """`prepare(memory, *hashable)`, once for equal arguments. What it returns lives as long as the memory."""
+    """A decorator that calls `prepare(memory, *hashable)` once for equal arguments, and keeps the result as
+    long as the memory."""
 
     @wraps(prepare)
     def found(memory: PeerMemory, *key: Hashable) -> Any:
@@ -198,7 +200,7 @@ def per_memory(prepare: F) -> F:
 
 
 def new_state(record: Tensor, presence: Sequence[Tensor], firm: int, device: torch.device) -> Tensor:
-    """`PeerMemory.state` before the first call, but for the limit of waits.
+    """`PeerMemory.state` before the first call; the limit of waits is not set yet.
 
     record: in memory that kernels and the host can access; presence: int32 [W] of every rank, as this rank
     maps it; firm: how many programs wait for peers that have not started a call.
@@ -211,12 +213,12 @@ def new_state(record: Tensor, presence: Sequence[Tensor], firm: int, device: tor
 
 
 def describe(matrix: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """How TMA loads and stores blocks of a row-major matrix."""
+    """The descriptor by which TMA loads and stores blocks of a row-major matrix."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, cols])
 
 
 def describe_weight(w: Tensor, bk: int, bn: int) -> tuple[TensorDescriptor, bool]:
-    """Blocks of `w: [K, N]`, which may be the transpose of a row-major matrix; whether it is."""
+    """The descriptor of blocks of `w: [K, N]`, and whether `w` is the transpose of a row-major matrix."""
     if w.stride(1) == 1:
         return describe(w, bk, bn), False
     return describe(w.t(), bn, bk), True
@@ -225,10 +227,9 @@ def describe_weight(w: Tensor, bk: int, bn: int) -> tuple[TensorDescriptor, bool
 def describe_terms(
     x: Sequence[Tensor], w: Sequence[Tensor], bm: int, bk: int, bn: int
 ) -> tuple[list[TensorDescriptor | None], list[int | None], bool]:
-    """What kernels take of a sum of `x[i] @ w[i]`, with None for each of MOST_TERMS that it does not have:
-    descriptors of x[0], w[0], x[1], ...; the length K of every term. Then whether the weights are transposed,
-    all or none.
-    """
+    """The arguments of kernels for a sum of `x[i] @ w[i]`: descriptors of x[0], w[0], x[1], ...; the length K
+    of each term; whether the weights are transposed, which is equal for all. Both lists have None for terms
+    up to MOST_TERMS that the sum does not have."""
     found: list[TensorDescriptor | None] = []
     for xi, wi in zip(x, w, strict=True):
         weight, transposed = describe_weight(wi, bk, bn)
@@ -256,14 +257,14 @@ def _are_lines(t: Tensor, outer: int, inner: int) -> bool:
 
 
 def launch(kernel: Any, programs: int, compile_only: bool, *args: Any, **settings: Any) -> None:
-    """Start `programs` programs of a Triton kernel, which goes on whichever of them find a multiprocessor.
+    """Start `programs` programs of a Triton kernel. The kernel must not rely on all of them running at once.
 
     compile_only: compile, and start nothing. settings: the constants. A kernel that has run with arguments of
     the same kind starts without Triton's dispatch, which takes longer than a small call.
     """
     assert programs <= MOST_SHARES, f"{programs} programs"
     if is_dependent():
-        settings["launch_pdl"] = True  # Triton compiles such a kernel apart
+        settings["launch_pdl"] = True  # Triton compiles another variant for that
     if compile_only:
         kernel.warmup(*args, grid=(programs,), **settings)
         return

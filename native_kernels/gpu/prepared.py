@@ -26,18 +26,21 @@ if TYPE_CHECKING:
 ABI_VERSION = 5
 MOST_BYTES, MOST_PARAMS = 4096, 128
 MOST_OPERANDS = 32
-"""A word of 32 bits says which operands are aligned."""
+"""The limit follows from the 32-bit word that has a bit for each aligned operand."""
 BROKEN = 7
 """`Start` returns this value if the driver has taken a part of the call and refused another."""
 NO_OPERAND = 2**32 - 1
+"""In place of an operand's number, for an address that lies in no operand."""
 
 MAP_BYTES = 128
+"""Size of a tensor map."""
 
 Address: TypeAlias = int
 
 
 class At(NamedTuple):
-    """Where the parameters of a launch have an address, alone or in a tensor map."""
+    """The place of an address among the parameters of a launch. is_map: it is in a tensor map, which begins
+    at `offset`."""
 
     offset: int
     address: Address
@@ -46,9 +49,12 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch as the driver got it. params: their bytes; offsets: where each begins; cluster: 0 for none;
-    places: where addresses of operands may be; dependent: it may begin before the kernels in front of it have
-    ended (`dependent.py`); held: what must live as long as `function`."""
+    """A launch as it was given to the driver.
+
+    params: the bytes of all parameters; offsets: where each parameter begins; cluster: blocks of a cluster, 0
+    without clusters; places: where addresses of operands may be; dependent: the kernel may begin before the
+    kernels in front of it have ended (`dependent.py`); held: an object that must live as long as `function`.
+    """
 
     function: int
     grid: int
@@ -63,14 +69,14 @@ class Launched:
 
 
 Part: TypeAlias = "Launched | tuple[Command, ...] | None"
-"""Of a call: a launch, or commands; None for a launch that cannot be prepared."""
+"""A part of a call: a launch, or commands; None for a launch that cannot be prepared."""
 
 _local = threading.local()
 
 
 @contextmanager
 def recording() -> Iterator[list[Part]]:
-    """The launches and the commands of this thread inside of it."""
+    """Collects the launches and commands of this thread within the `with` statement."""
     before = getattr(_local, "launches", None)
     launches: list[Part] = []
     _local.launches = launches
@@ -147,7 +153,7 @@ FUNCTIONS = (
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """None where it was not built."""
+    """The library of `launch.cpp`; None if it was not built."""
     for file in sorted(Path(__file__).parent.glob("_launch*.so")):
         try:
             found = ctypes.CDLL(str(file))
@@ -199,7 +205,8 @@ class Guard:
 
 
 Start: TypeAlias = Callable[..., int]
-"""`start(stream, *addresses of the operands)`: 0, or why the launch must go the long way."""
+"""`start(stream, *addresses of the operands)` launches and returns 0, or returns a code if the launch must go
+the long way."""
 
 Values: TypeAlias = Sequence[tuple[int, bytes]]
 """Parameters that differ from call to call, other than addresses of operands: their offsets and bytes."""
@@ -212,13 +219,14 @@ def put(values: Values, params: Address) -> None:
 
 
 def tell(start: Start, values: Values) -> None:
-    """Write the values into the parameters of all later starts. start: of one launch. No other thread may
-    call it meanwhile."""
+    """Write the values into the parameters of all later starts. `start` has one launch, and no other thread
+    may call it meanwhile."""
     put(values, start.params)  # type: ignore[attr-defined]
 
 
 def prepare(parts: Sequence[Part], operands: Sequence[Tensor], guard: Guard) -> Start | None:
-    """The parts of a call, one behind the other; None where they cannot be repeated so."""
+    """A function that repeats the parts of a call, one behind the other; None if a part cannot be
+    repeated."""
     found, of_driver = library(), driver()
     if found is None or of_driver is None or not parts or len(operands) > MOST_OPERANDS:
         return None
@@ -250,7 +258,8 @@ def prepare(parts: Sequence[Part], operands: Sequence[Tensor], guard: Guard) -> 
 
 
 class _One(NamedTuple):
-    """A prepared part, the operands that are in it, and what must live as long. kernel: if it is one."""
+    """A prepared part. moved: the operands whose addresses it has; held: objects that must live as long;
+    kernel: None for commands."""
 
     step: _Step
     moved: frozenset[int]
@@ -273,7 +282,8 @@ def _spans(operands: Sequence[Tensor]) -> list[Span]:
 
 
 def _prepared(part: Part, spans: Sequence[Span]) -> _One | None:
-    """Addresses that lie in an operand move with it, all others stay; None where two operands have one."""
+    """The part with its addresses. An address that lies in an operand moves with it; all others stay. None if
+    an address lies in two operands."""
     if part is None:
         return None
     return _kernel(part, spans) if isinstance(part, Launched) else _commands(part, spans)

@@ -65,23 +65,23 @@ STATE_LENGTH: Final = STATE_WORDS + MOST_SHARES * 2
 """Length of `PeerMemory.state`."""
 
 MOST_TERMS: Final = 4
-"""Products that a kernel adds up in one accumulator."""
+"""Most products that a kernel adds up in one accumulator."""
 
 MOST_WEIGHTS: Final = 4
-"""Weights that a kernel of all_gather_matmul multiplies while the parts arrive."""
+"""Most weights by which a kernel of all_gather_matmul multiplies while the parts arrive."""
 
 MOST_TAIL_OPERANDS: Final = 6
 MOST_TAIL_RESULTS: Final = 4
-"""Of a tail that a kernel applies."""
+"""Most operands and results of a tail that a kernel applies."""
 
 MOST_TAIL_COLUMNS: Final = 16384
-"""Of a row that one program holds to apply a tail."""
+"""Most columns of a row to which one program applies a tail."""
 
 MOST_TOKEN_ROWS: Final = 16
-"""Rows of experts that a kernel adds up for a token."""
+"""Most rows of experts that a kernel adds up for a token."""
 
 TAIL_UNIT: Final = 8
-"""Columns of such a row are a multiple of this: 16 bytes of 16-bit values."""
+"""The columns of a row with a tail are a multiple of this: 16 bytes of 16-bit values."""
 
 YIELD_NS: Final = 1_000_000
 """How long programs of the margin wait for a peer that has not started the call."""
@@ -96,32 +96,32 @@ class Record(IntEnum):
     SOURCE = 2
     """The rank that did not come."""
     INDEX = 3
-    """Of the tile, part or slice that was waited for."""
+    """The number of the tile, part or slice that was waited for."""
     EPOCH = 4
     STOP = 5
-    """Bit r, which the host sets: waits for rank r give up. Waits look at it now and then."""
+    """The host sets bit r to make waits for rank r give up. Waits read it now and then."""
     SLOW = 8
-    """Of a wait that takes long and goes on, code + 1, with the rank from SLOW_SOURCE_BIT on; the host sets
-    it back."""
+    """Code + 1 of a wait that takes long and goes on, with the rank from bit SLOW_SOURCE_BIT on. The host
+    sets it back to 0."""
     WAITED = 16
-    """The first of a word for each rank: code + 1 of a wait for that rank that gave up, after LONG_NS at
-    least. Who is waited for, and waits for nobody itself, is lost."""
+    """The first of one word for each rank: code + 1 of a wait for that rank that gave up, after LONG_NS at
+    least. The lost rank is the one for which others wait and that waits for no rank itself."""
 
 
 RECORD_WORDS: Final = 32
 """Length of `PeerMemory.record`."""
 
 BAD_INPUT_WORD: Final = 3
-"""The word of the record, counted in int64, where the kernels of embedding bags report invalid input,
-and all kernels calls that overlap."""
+"""The word of the record, counted in int64, in which kernels of embedding bags report invalid input, and all
+kernels report calls that overlap."""
 
 SLOW_SOURCE_BIT: Final = 28
 LONG_NS: Final = 1_000_000
-"""A wait that gives up after less has begun when others of its rank had given up, and says nothing."""
+"""A wait that gives up after less time began when other waits of its rank had given up. It does not count."""
 SLOW_NS: Final = 60_000_000_000
 """A wait tells the host that it takes long after this time, or after half of its limit."""
 POLLS_PER_STOP: Final = 4096
-"""Polls between two looks at STOP, which lies in host memory: at least LONG_NS."""
+"""Polls between two reads of STOP, which lies in host memory. So many polls take LONG_NS at least."""
 
 
 class Wait(IntEnum):

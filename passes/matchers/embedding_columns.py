@@ -176,7 +176,7 @@ def sent(
         letters, want = "bsc", Layout((batch, merge((found.cut.digit, *own))))
         grad = emitter.rebuild(anchor.input, Layout.of(have), want)
     else:
-        letters, columns = "sbc", _columns(anchor, shapes, batch, width, context.world)
+        letters, columns = "sbc", _columns(anchor, shapes, batch, context.world)
         grad = emitter.reshape(anchor.input, (prod(have),))
     return grad, [emitter.size(c) for c in columns], letters
 
@@ -187,7 +187,7 @@ def has_last_offset(grad: fx.Node, offsets: fx.Node) -> bool:
     return bags is not None and starts == bags + 1
 
 
-def _columns(anchor: Anchor, shapes: Shapes, batch: Digits, width: Size, world: int) -> list[Size]:
+def _columns(anchor: Anchor, shapes: Shapes, batch: Digits, world: int) -> list[Size]:
     """The number of columns of each rank's tables, from the flat runs that are sent to the ranks."""
     bags = prod(d.size for d in batch)
     runs = [exact_quotient(shapes.size(s), bags) for s in anchor.input_splits]

@@ -58,7 +58,7 @@ def match_sliced_update(anchor: Anchor, context: Context) -> Found:
     if isinstance(param, Reject):
         return param
     becomes = states if written else {**states, param: gather.input}
-    reject = check_update(anchor, context, becomes) or _check(anchor, gather, becomes, param, written)
+    reject = check_update(anchor, context, becomes) or _check(gather, becomes, param, written)
     reject = reject or _check_wholes(wholes, states, by_sum)
     if reject is not None:
         return reject
@@ -154,9 +154,7 @@ def _read(anchor: Anchor, values: tuple[fx.Node, ...], states: dict[fx.Node, fx.
     return param
 
 
-def _check(
-    anchor: Anchor, gather: Anchor, becomes: dict[fx.Node, fx.Node], param: fx.Node, written: bool
-) -> Reject | None:
+def _check(gather: Anchor, becomes: dict[fx.Node, fx.Node], param: fx.Node, written: bool) -> Reject | None:
     given, out = tensor(param), tensor(gather.input)
     assert given is not None
     assert out is not None

@@ -43,7 +43,8 @@ def _keep(at: Launch, gathered: Tensor, part: Tensor, kept: Tensor | None, outer
 
 
 def _of_many_rows(launch: Callable[..., Tensor]) -> Callable[..., None]:
-    """The launch of a kernel that takes several weights. It gives credit unless X is copied behind it."""
+    """The launch of a kernel that takes several weights. The kernel gives credit to its peers, unless X still
+    has to be copied out of the memory where its parts have arrived."""
 
     def start(
         at: Launch, config: GatherConfig | ClusterGatherConfig, part: Tensor, w: Sequence[Tensor],
@@ -51,19 +52,9 @@ def _of_many_rows(launch: Callable[..., Tensor]) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         credit = kept is None
         gathered = launch(
-            at.memory,
-            part,
-            w,
-            out,
-            outer,
-            config,
-            at.engine,
-            credit,
-            at.site,
-            at.trace,
-            at.compile_only,
+            at.memory, part, w, out, outer, config, at.engine, credit, at.site, at.trace, at.compile_only,
             bias,
-        )
+        )  # fmt: skip
         _keep(at, gathered, part, kept, outer)
         if not credit and config.copied and not at.compile_only:
             at.engine.give_credit()
@@ -72,7 +63,7 @@ def _of_many_rows(launch: Callable[..., Tensor]) -> Callable[..., None]:
 
 
 def _words_gather_configs(problem: DenseProblem) -> Iterator[WordsGatherConfig]:
-    """Those that keep most programs busy."""
+    """The configurations that keep most programs busy."""
     if problem.m > gather_words.MOST_ROWS or problem.outer != 1:
         return
     for groups in (1, 2):

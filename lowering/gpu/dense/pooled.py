@@ -20,8 +20,8 @@ from autofuse.native_kernels.triton.exchange_sums import UNIT
 
 @dataclass(frozen=True)
 class PooledProblem(ABC):
-    """A matrix of `rows`, bags or tokens, and `columns`. dtype: of the exchange; programs: multiprocessors;
-    by_rows: a rank gets rows side by side."""
+    """The sum over the ranks of a matrix of `rows` (bags or tokens) and `columns`. dtype: of the exchange;
+    programs: multiprocessors; by_rows: each rank owns a contiguous range of rows."""
 
     op: str
     rows: int
@@ -32,16 +32,16 @@ class PooledProblem(ABC):
     by_rows: bool
 
     is_whole: ClassVar[bool] = False
-    """Ranks do not know the indices of each other."""
+    """The time depends on the indices of all ranks, which a rank does not know."""
     most_bytes: ClassVar[int] = MOST_BYTES
     replaced: ClassVar[str]
-    """The way that the op replaces."""
+    """Name of the way that the op replaces."""
     kind: ClassVar[str]
-    """What the rows are of, as models of time have it."""
+    """The word for the source of the rows in the names of formulas."""
 
     @property
     def multiplied(self) -> tuple[Work, ...]:
-        """What comes before the rows are read."""
+        """The work before the rows are read."""
         return ()
 
     @property
@@ -56,7 +56,7 @@ class PooledProblem(ABC):
 
     @property
     def computed(self) -> tuple[Work, ...]:
-        """What libraries, or kernels that only add up, do before the exchange."""
+        """The work before the exchange, in ways that exchange finished sums."""
         return *self.multiplied, Rows(f"{self.op} {self.kind} sums", self.read, 0.0, False)
 
     @property
@@ -72,11 +72,11 @@ class PooledProblem(ABC):
         return f"{self.op}, {self.kind}"
 
     def is_kin(self, op: str) -> bool:
-        """Plain calls of the op are none: they multiply other matrices."""
+        """False: other points of the op are those of matmuls."""
         return False
 
     def rounded(self) -> PooledProblem:
-        """Itself: a call measures its own indices, which count for all that follow."""
+        """The problem itself. A call is measured with its own indices; the times hold for all later calls."""
         return self
 
     @property
@@ -85,7 +85,7 @@ class PooledProblem(ABC):
 
     @property
     def k(self) -> int:
-        """Of products. Rows that are read have none."""
+        """The K of a product; 1, since rows that are read have none."""
         return 1
 
     @property
@@ -94,7 +94,7 @@ class PooledProblem(ABC):
 
     @property
     def everywhere(self) -> bool:
-        """Every rank gets the whole sum."""
+        """Whether every rank gets the whole sum."""
         return self.op == REDUCE
 
     def library_ways(self) -> Sequence[Way]:
@@ -106,12 +106,13 @@ class PooledProblem(ABC):
 
 
 def _sent(p: PooledProblem, hops: int) -> float:
-    """Bytes on the link of a rank, in exchanges of the parts that owners add up."""
+    """Bytes that a rank sends in `hops` exchanges of the parts that owners add up."""
     return hops * p.rows * p.columns * p.dtype.itemsize * (p.world - 1) / p.world
 
 
 def kernel_work(once: bool, p: PooledProblem) -> Work:
-    """As if nothing was sent while rows are read. once: every rank adds up everything."""
+    """The work of a kernel, as if it sent nothing while it reads rows. once: every rank adds up
+    everything."""
     hops = 2 if p.everywhere and not once else 1
     sent = _sent(p, p.world if once else hops)
     return Exchange(f"{p.op} {p.kind}", p.multiplied, sent, 2 * sent + p.read, hops)

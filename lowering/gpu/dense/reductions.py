@@ -28,17 +28,9 @@ from autofuse.native_kernels.triton.exchange_row_packets import (
     row_packets_fit,
     row_packets_needs,
 )
-from autofuse.native_kernels.triton.exchange_rows import (
-    RowsConfig,
-    launch_exchange_rows,
-    rows_needs,
-)
+from autofuse.native_kernels.triton.exchange_rows import RowsConfig, launch_exchange_rows, rows_needs
 from autofuse.native_kernels.triton.exchange_sums import SumsConfig, launch_exchange_sums, sums_needs
-from autofuse.native_kernels.triton.matmul_packets import (
-    PacketsConfig,
-    launch_matmul_packets,
-    packets_needs,
-)
+from autofuse.native_kernels.triton.matmul_packets import PacketsConfig, launch_matmul_packets, packets_needs
 from autofuse.native_kernels.triton.matmul_reduce import ReduceConfig, launch_matmul_reduce, reduce_needs
 from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
@@ -59,19 +51,24 @@ if TYPE_CHECKING:
 
 
 MOST_PACKET_ROWS = 64
-"""Of more rows packets, which are twice the bytes, take the links longer than a signal takes."""
+"""Packets are sent for at most so many rows. They have twice the bytes; with more rows, sending these takes
+longer than a signal."""
 WORDS_WIDTHS = 192, 160, 128, 96, 64
-"""Columns of tiles of words. Wide ones load less."""
+"""Columns of a tile whose product is sent as words. Wide tiles load less."""
 MOST_WORDS_COLUMNS = 4 * 128
-"""Of tiles that a program multiplies one after another."""
-FEW_ROWS = 128
-"""Of more rows, `W` times the bytes take longer than a second exchange, if there are more than two ranks."""
+"""Most columns that a program multiplies one after another."""
+MOST_ONCE_ROWS = 128
+"""At most so many rows are exchanged once, with `W` times the bytes. With more rows and more than two ranks,
+a second exchange takes less time than these bytes."""
 
 
 class Reduce(NamedTuple):
-    """How a product is reduced. mean: divided by the ranks; order: as `ORDERS` numbers them; bias, scale: a
-    row that each rank adds to its product first, and a number by which it multiplies it; added: a matrix that
-    each rank adds to the rounded sums, if the kernel can (`Kernel.adds`)."""
+    """How a product is reduced.
+
+    mean: the sum is divided by the number of ranks; order: as `ORDERS` numbers them; bias, scale: each rank
+    first adds this row to its product, or multiplies the product by this number; added: a matrix that each
+    rank adds to the rounded sums, for kernels that can (`Kernel.adds`).
+    """
 
     mean: bool
     everywhere: bool
@@ -83,7 +80,7 @@ class Reduce(NamedTuple):
 
 
 def _is_of_rows(problem: DenseProblem) -> bool:
-    """Whether the part of each rank is rows side by side."""
+    """Whether each rank owns a contiguous range of rows."""
     return problem.by_rows and problem.outer == 1
 
 
@@ -120,7 +117,7 @@ PACKETS: Kernel[DenseProblem, PacketsConfig] = Kernel(
 
 
 def _words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
-    """Of one row of tiles, those with which tiles keep most programs busy."""
+    """For one row of tiles: the configurations that keep most programs busy."""
     if not _is_of_rows(problem):
         return
     if problem.m > BM:
@@ -147,8 +144,8 @@ def _words(problem: DenseProblem, bn: int, split: int = 1) -> Iterator[WordsConf
 
 
 def _high_words_configs(problem: DenseProblem) -> Iterator[WordsConfig]:
-    """Of several rows of tiles: words are sent beside the matmul, but added up only behind it, so that there
-    are few waves."""
+    """For several rows of tiles. Words are sent during the matmul and added up after it, so there should be
+    few waves of tiles."""
     rows = cdiv(problem.m, BM)
     once = problem.everywhere and problem.world == 2  # as many bytes as two exchanges
     exchanges = (True, False) if once and problem.m > 512 else (once,)
@@ -195,7 +192,8 @@ def _clusters_configs(problem: DenseProblem) -> Iterator[ClusterReduceConfig]:
     m = problem.m
     if not problem.by_rows or m <= BM or m < 64 * problem.world:
         return
-    # The blocks of a cluster share a block of the weight, for two owners; of x, if owners have no pairs.
+    # The blocks of a cluster share a block of the weight, for two owners. With an odd number of owners they
+    # share a block of x.
     config = partial(ClusterReduceConfig, across=1, along=2) if problem.world % 2 else ClusterReduceConfig
     yield config(bn=128, stages=5)
     yield config()
@@ -291,14 +289,14 @@ def _sums_configs(problem: DenseProblem) -> Iterator[SumsConfig]:
         return
     configs = [SumsConfig(), SumsConfig(length=1024)]
     # In one exchange each rank receives as much as in two from W - 1 ranks, half of that from one.
-    if problem.everywhere and (problem.world == 2 or problem.m <= FEW_ROWS):
+    if problem.everywhere and (problem.world == 2 or problem.m <= MOST_ONCE_ROWS):
         yield from (replace(config, once=True) for config in configs)
     if not problem.everywhere or problem.world > 2:
         yield from configs
 
 
 def _is_chunked(problem: DenseProblem) -> bool:
-    """Whether the part of each rank is elements side by side, that begin at a multiple of 16 bytes."""
+    """Whether each rank owns a contiguous range of elements that begins at a multiple of 16 bytes."""
     rows = _is_of_rows(problem) and problem.m % problem.world == 0
     return rows and problem.m // problem.world * problem.n % 8 == 0
 
@@ -324,7 +322,7 @@ SUMS: Kernel[DenseProblem, SumsConfig] = Kernel(
 def _rows_configs(problem: DenseProblem) -> Iterator[RowsConfig]:
     if not (_is_of_rows(problem) and rows_fit(problem.n)):
         return
-    if problem.everywhere and (problem.world == 2 or problem.m <= FEW_ROWS):
+    if problem.everywhere and (problem.world == 2 or problem.m <= MOST_ONCE_ROWS):
         yield RowsConfig(once=True)
     if not problem.everywhere or problem.world > 2 or problem.written:
         yield RowsConfig()
@@ -341,7 +339,7 @@ def _launch_rows(
     operands: Sequence[Tensor] = (),
     tail: TailSpec = NO_TAIL,
 ) -> None:
-    """exchange: the launch of a kernel that applies tails; out: the results of the tail, if there is one."""
+    """exchange: the launch of a kernel that can apply a tail; out: the sum or, with a tail, its results."""
     results = [out] if isinstance(out, Tensor) else out
     exchange(
         at.memory, x[0], results, how.mean, how.everywhere, config, at.site, at.compile_only,
@@ -380,7 +378,7 @@ ROW_PACKETS: Kernel[DenseProblem, RowPacketsConfig] = Kernel(
 
 
 def reads_x(way: Way) -> bool:
-    """Whether a kernel of ours reads x. If not, torch multiplies it."""
+    """Whether a kernel of ours reads x. If not, torch multiplies."""
     return way.kernel is not None and not way.kernel.takes_product
 
 
@@ -399,4 +397,4 @@ REDUCTIONS: tuple[Kernel[DenseProblem, Any], ...] = (
 )  # fmt: skip
 
 EXCHANGES = tuple(kernel for kernel in REDUCTIONS if kernel.takes_product)
-"""cuBLAS multiplies for them: operands may have any layout, and K any length."""
+"""The kernels that exchange a product of cuBLAS: its operands may have any layout, and K any length."""

@@ -37,14 +37,16 @@ if TYPE_CHECKING:
     from .ways import DenseProblem
 
 Operand: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype."""
+"""Shape and dtype of an operand."""
 
 
 def with_tail(
     problem: DenseProblem, args: MatmulAllReduce | MatmulReduceScatter, workspace: GpuWorkspace
 ) -> tuple[DenseProblem, TailSpec]:
-    """The problem of a call, given that without its tail, and the tail. All ranks of a group have a proof by
-    which owners may apply the tail, or none has; a tail without one is private to a rank."""
+    """The problem of a call and its tail. problem: that of the call without its tail.
+
+    Owners of rows may apply the tail if all ranks have the same proof that it is equal on all of them. If
+    not, each rank applies its own tail."""
     if not args.tail:
         return problem, NO_TAIL
     sizes = [problem.m, problem.n]
@@ -57,11 +59,11 @@ def with_tail(
 
 
 def _agreed(workspace: GpuWorkspace, args: MatmulAllReduce | MatmulReduceScatter) -> bool:
-    """Whether all ranks have the same proof. Those that have one, or `UNPROVEN`, meet before the first call
-    that no graph captures; a captured call before that finds no proof."""
+    """Whether all ranks have the same proof. Ranks whose `proof` is not empty meet before the first call that
+    is not captured. A call that is captured before that counts as unproven."""
     if not args.proof:
         return False
-    # Not in `workspace.calls`, which one rank may clear alone: it would then meet nobody.
+    # Not in `workspace.calls`: one rank alone may clear these, and would then meet alone.
     known, kind = _compared.setdefault(workspace, Answers()), (args.tail, args.proof, args.site)
     if torch.cuda.is_current_stream_capturing():
         return bool(known.get(kind))
@@ -78,7 +80,8 @@ agreements.append(_compared)
 
 
 def tail_of(text: str, dtype: torch.dtype, rows: int, operands: Sequence[Tensor]) -> TailSpec:
-    """A tail of `V: [rows, .]` in `dtype`, with operands that `check_tail` accepts. rows: of V."""
+    """The tail as kernels take it. It is applied to `V: [rows, .]` in `dtype`, and `check_tail` has accepted
+    its operands."""
     return _tail_of(text, dtype, rows, tuple((tuple(t.shape), t.dtype) for t in operands))
 
 
@@ -115,15 +118,18 @@ def _stage(stage: TailStage, dtype: torch.dtype) -> Stage:
 
 
 def _kind(shape: tuple[int, ...], rows: int) -> tuple[bool, bool]:
-    """Whether an operand has rows, and whether it has columns; of one row it may have either."""
+    """Whether an operand has one value for each row, and whether it has one for each column."""
     high, wide = (1, 1, *shape)[-2:]
     return high == rows and rows > 1, wide > 1
 
 
 class Behind(NamedTuple):
-    """How a tail is applied to the sum that a kernel stores. added: the operand that this kernel adds; -1 for
-    none. rest: what is left for a second kernel, which starts if there are stages; operands: those that it
-    takes. keeps: the sum is a result of the tail, too."""
+    """How a tail is applied to the sum that a kernel stores.
+
+    added: the number of the operand that this kernel adds to the sum; -1 for none. rest: the part of the tail
+    that a second kernel applies, which is launched if the part has stages. operands: the numbers of the
+    operands of `rest`. keeps: the sum, with the added operand, is also a result of the tail.
+    """
 
     added: int
     rest: TailSpec
@@ -140,8 +146,8 @@ class Behind(NamedTuple):
 
 @lru_cache(maxsize=2048)
 def behind_of(tail: TailSpec, adds: bool) -> Behind:
-    """adds: whether the kernel of the sum can add a matrix to it. Then the second kernel does not read that
-    matrix and, if the tail keeps the new sum, does not store it."""
+    """How the tail is applied behind a kernel. adds: whether this kernel can add a matrix to the sum. Then
+    the second kernel neither reads this matrix nor stores the new sum, even if the tail keeps it."""
     keeps = len(tail.stages) > 1 and tail.stages[1].code == CODES["keep"]
     stages = tail.stages[1 + keeps :]
     if not adds or tail.added < 0:
@@ -168,7 +174,7 @@ def with_tail_behind(kernel: Kernel[DenseProblem, Any]) -> Callable[..., None]:
         if behind.added >= 0:
             how = how._replace(added=aligned(operands[behind.added]))
             if how.added is not operands[behind.added]:
-                record(lambda: None)  # each call needs a copy of its own
+                record(lambda: None)  # not to be repeated: each call makes an aligned copy of its own
         with dependent_launches():
             kernel.launch(at, config, x, w, value, how)
             if behind.rest.stages:
@@ -182,8 +188,8 @@ def with_tail_behind(kernel: Kernel[DenseProblem, Any]) -> Callable[..., None]:
 def behind(
     value: Tensor, operands: Sequence[Tensor], tail: TailSpec, out: Tensor | None = None
 ) -> list[Tensor]:
-    """The results of a tail of `value: [M, N]`, contiguous, that torch has made. operands: contiguous; out:
-    where the only result goes, if it is given."""
+    """The results of a tail of `value: [M, N]`, which torch has computed. value, operands: contiguous; out:
+    memory for the result, for a tail that has only one."""
     kind = (tail, value.dtype, value.shape[1])
     capturing = torch.cuda.is_current_stream_capturing()
     if not rows_fit(value.shape[1]) or (capturing and kind not in _launched):

@@ -18,6 +18,7 @@ from autofuse.lowering.gpu.choice.work import (
     Tiles,
     Work,
 )
+from autofuse.native_kernels.cuda.host.gemm import BM
 from autofuse.native_kernels.cuda.kernels.gather_matmul import ClusterGatherConfig
 from autofuse.native_kernels.cuda.kernels.gather_words import WordsGatherConfig
 from autofuse.native_kernels.cuda.kernels.matmul_reduce import ClusterReduceConfig
@@ -38,8 +39,6 @@ from .widths import tiles_across
 if TYPE_CHECKING:
     from .ways import DenseProblem
 
-BM = 128
-"""Rows of a tile of the kernels in CUDA C++."""
 SUM = 4
 """Bytes of a partial sum."""
 

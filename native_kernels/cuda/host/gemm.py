@@ -19,10 +19,10 @@ from .launcher import Kernel, kernel, macros, most_clusters, tensor_map
 
 BM, BK, THREADS = 128, 64, 384
 BOX = 64
-"""Columns of a box of the weight: as wide as the swizzle."""
+"""Columns of a box of the weight: the width of the swizzle."""
 CLUSTERS = (1, 2, 4, 8)
 PROGRESS_BYTES = 640
-"""At least the size of `Progress` of frame.cuh, and of other words that a block declares."""
+"""Shared memory for `Progress` of frame.cuh and for other words that a block declares."""
 
 TENSOR_MAP = ctypes.c_byte * 128
 POINTERS = ctypes.c_void_p * 8
@@ -36,7 +36,7 @@ def fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
 
 
 def views(region: Region) -> Any:
-    """Where the memory of every rank begins, as POINTERS."""
+    """The addresses of the region of every rank, as POINTERS."""
     return POINTERS(*(view.data_ptr() for view in region.views))
 
 
@@ -102,7 +102,8 @@ def constants(
     trace: bool,
     **own: int,
 ) -> Constants:
-    """The macros of a kernel over gemm.cuh; `own`: those that only this kernel has, or has otherwise."""
+    """The macros of a kernel over gemm.cuh. own: macros that only this kernel has, and other values of macros
+    that all have."""
     shared = {
         "W": world,
         "ROWS": BM,
@@ -124,7 +125,8 @@ def set_map(params: ctypes.Structure, name: str, matrix: Tensor, box_rows: int, 
 
 
 def note(params: Any, name: str, tensor: Tensor, index: int = 0, is_map: bool = False) -> None:
-    """For `gpu/prepared.py`: a field, or an entry of one, has this tensor's address, or a map of it."""
+    """Notes for `gpu/prepared.py` that a field, or an entry of one, holds the address or the map of a
+    tensor."""
     offset = getattr(type(params), name).offset + index * (MAP_BYTES if is_map else 8)
     params.noted = [*getattr(params, "noted", ()), At(offset, tensor.data_ptr(), is_map)]
 
