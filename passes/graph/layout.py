@@ -205,6 +205,11 @@ class Layout:
         return None
 
 
+def is_natural(layout: Layout, shape: Sequence[Size]) -> bool:
+    """Whether a tensor with this layout has the elements of a tensor of `shape` in their order."""
+    return merge(layout.digits) == merge(Layout.of(shape).digits)
+
+
 def common_digits(*lists: Digits) -> list[Digits] | None:
     """Split digits until all lists hold the same digits, each in its own order; None if impossible."""
     work = [list(digits) for digits in lists]

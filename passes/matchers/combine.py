@@ -18,7 +18,7 @@ from autofuse.lowering.ops.expert_matmul_all_to_all import ExpertMatmulAllToAll
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, tensor
-from autofuse.passes.graph.layout import Cut, Layout, Size, prod, same_size
+from autofuse.passes.graph.layout import Cut, Layout, Size, is_natural, prod, same_size
 from autofuse.passes.graph.paths import all_below
 from autofuse.passes.reasons import Reason, Reject
 
@@ -28,7 +28,7 @@ from .operands import Operand, materialise, two_dimensional
 from .placement import Placement, find_placement
 from .product import match_product
 from .product_readers import extra_users, hand_out_product
-from .rows import Rows, cut_into_parts, is_natural, positions, split_rows, whole_rows
+from .rows import Rows, cut_into_parts, positions, split_rows, whole_rows
 
 PATTERN = "expert_matmul_all_to_all"
 NOT_PERMUTED = "GPU kernels move rows where an argsort says"

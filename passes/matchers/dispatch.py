@@ -20,7 +20,7 @@ from autofuse.passes.graph.layout import (
     Size,
     cut_out,
     exact_quotient,
-    merge,
+    is_natural,
     prod,
     same_size,
 )
@@ -128,7 +128,7 @@ def _place(
 ) -> Cut | Rows | Reject:
     """The digit of X that numbers the sources, or whole rows if X consists of whole received rows."""
     order: Layout | None = None
-    if merge(layout.digits) != merge(Layout.of(received).digits):
+    if not is_natural(layout, received):
         part = exact_quotient(received[0], context.world)
         source = None if part is None else Digit(0, part, context.world)
         cut = None if source is None else cut_out(layout, source)

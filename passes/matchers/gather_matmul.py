@@ -112,7 +112,8 @@ def _cut(layout: Layout, rank: Digit) -> Cut:
 def _arguments(
     context: Context, read: fx.Node, consumers: list[Consumer], cut: Cut, keep: bool
 ) -> AllGatherMatmul:
-    """The arguments of the fused op, as far as they are known before the rewrite: x is gathered here."""
+    """The arguments of the fused op, as far as they are known before the rewrite. In place of x they have the
+    gathered tensor."""
     (x,), w = values([read]), values(c.w for c in consumers)
     # The bias of a transposed product is a column.
     biases = zip(values(c.bias for c in consumers), consumers, strict=True)

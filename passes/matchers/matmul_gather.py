@@ -111,7 +111,8 @@ def _arguments(context: Context, found: Product, place: Place, keep: bool) -> Ma
 
 
 def _is_padded(node: fx.Node, shapes: Shapes) -> bool:
-    """Is `node` a view of a padded product? A rank with fewer rows or columns than others pads them."""
+    """Whether `node` is a view of a padded product. A rank with fewer rows or columns than others pads
+    them."""
     while is_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     source = node.args[0] if node.target is aten.constant_pad_nd.default else None
@@ -125,9 +126,10 @@ def _stacked(part: Layout, world: int) -> Layout:
 
 
 def _leaves_out(views: Sequence[Reader]) -> Reader | None:
-    """A reader that takes less than all ranks gave; layouts are those on the stacked products.
+    """A reader that takes only a part of the result; None if there is none. The layouts of `views` are those
+    on the stacked products.
 
-    Pieces of single ranks are all there if every piece has a reader that takes it as a whole.
+    Readers may take the pieces of single ranks, if each piece has a reader that takes all of it.
     """
     pieces: dict[Digit, set[int]] = {}
     for reader in views:
@@ -147,7 +149,7 @@ def _leaves_out(views: Sequence[Reader]) -> Reader | None:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Of dim `dim` of the tensor `whole`: what lies from index `first` to before `last`."""
+    """The range `[first, last)` of dim `dim` of the tensor `whole`."""
 
     whole: fx.Node
     dim: int
@@ -156,8 +158,9 @@ class _Cut:
 
 
 def _is_cut_up(readers: Sequence[Reader], size: Size, shapes: Shapes) -> bool:
-    """Whether all readers read slices along one dim, or pieces of a split, that together take all `size`
-    elements: those of a gathered projection that is q, k and v. What is cut again is read as a whole, too."""
+    """Whether all readers read slices along one dim, or pieces of a split, which together are all `size`
+    elements. The readers of a gathered projection of q, k and v do. A slice that is cut again must be read
+    completely, too."""
     outermost, every = set[tuple[fx.Node, int]](), dict[tuple[fx.Node, int], list[_Cut]]()
     for reader in readers:
         cuts = _cuts(reader, shapes)
@@ -183,7 +186,7 @@ def _covers(length: Size, cuts: Sequence[_Cut]) -> bool:
 
 
 def _cuts(reader: Reader, shapes: Shapes) -> list[_Cut] | None:
-    """Those between the collective and the reader, the last one first; None if one is not known."""
+    """The cuts between the collective and the reader, the last one first; None if one is not known."""
     path = [reader.user, reader.view]
     while is_view(path[-1]) and isinstance(path[-1].args[0], fx.Node):
         path.append(path[-1].args[0])
@@ -194,7 +197,8 @@ def _cuts(reader: Reader, shapes: Shapes) -> list[_Cut] | None:
 
 
 def _cut(piece: fx.Node | None, node: fx.Node, whole: fx.Node, shapes: Shapes) -> _Cut | None:
-    """What `node` takes of `whole`. piece: that of a split; without it all pieces that are read."""
+    """The range of `whole` that `node` takes. piece: the piece of a split that is read; None for all
+    pieces."""
     shape = shapes.known(whole)
     dim = argument(node, _CUTS[node.target], "dim", 0) % len(shape)
     if node.target in _SPLITS:
@@ -218,14 +222,15 @@ def _pieces(reader: Reader) -> list[tuple[Digit, int]]:
 
 
 def _wanted(views: Sequence[Reader], shape: Sequence[Size]) -> Place:
-    """The place of the rank that most views have; in front of all rows if none has one that the op knows."""
+    """The most frequent place of the rank in the views; in front of all rows if the op knows the place of
+    none."""
     places = Counter(place for view in views if (place := _place(view.layout, shape)) is not None)
     return max(places, key=lambda place: places[place], default=Place(0, 1))
 
 
 def _place(layout: Layout, shape: Sequence[Size]) -> Place | None:
-    """Where the rank stands in a tensor: what follows it are the columns, or the last of them, or the last of
-    the rows and all columns."""
+    """The place of the rank's digit in a tensor. None unless one of these follows it: all columns, a minor
+    part of the columns, or a minor part of the rows and all columns."""
     digits = layout.digits
     at = next((i for i, d in enumerate(digits) if d.dim == _RANK), None)
     if at is None:

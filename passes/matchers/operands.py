@@ -10,7 +10,7 @@ from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, aten, tensor, value
-from autofuse.passes.graph.layout import Layout, Size, common_digits, merge, prod, same_size
+from autofuse.passes.graph.layout import Layout, Size, common_digits, is_natural, prod, same_size
 from autofuse.passes.graph.row_numbers import from_start
 
 
@@ -56,7 +56,7 @@ def broadcast(
         return Operand(operand, shape=(1,))
     rank = len(full)
     have = (1,) * (rank - len(have)) + have
-    natural = merge(layout.digits) == merge(Layout.of(shape).digits)
+    natural = is_natural(layout, shape)
     columns = len(shape) - 1
     rows = shape[:-1]
     per_dim = [frozenset(d.dim for d in digits) for digits in layout.dims]

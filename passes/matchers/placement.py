@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import fx
 
 from autofuse.passes.graph.blank import EMPTY, is_blank
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
+from autofuse.passes.graph.follow import Shapes, argument, aten, tensor
 from autofuse.passes.graph.layout import Size, same_shape, same_size
 from autofuse.passes.graph.permutation import inverse_of, is_permutation
 from autofuse.passes.graph.row_numbers import FROM_EITHER_END, from_start
@@ -68,9 +69,8 @@ def _put(put: fx.Node, shapes: Shapes) -> Placement | None:
             index = repeated_index(index, rows)  # of every row and column
     if not is_blank(base) or (adds and base.target in EMPTY):
         return None
-    if not isinstance(rows, fx.Node) or not _is_index(index):
+    if not isinstance(rows, fx.Node) or not is_index(index):
         return None
-    assert isinstance(index, fx.Node)
     permutes = permutes_all(index, put, shapes)
     count = shapes.known(put)[0]
 
@@ -93,9 +93,8 @@ def _choice(node: fx.Node, shapes: Shapes) -> Placement | None:
         if node.target is aten.gather.default:
             whole = same_shape(shapes.known(node)[1:], (shapes.of(rows) or ())[1:])
             index = repeated_index(index, node) if whole else None
-    if not isinstance(rows, fx.Node) or not _is_index(index):
+    if not isinstance(rows, fx.Node) or not is_index(index):
         return None
-    assert isinstance(index, fx.Node)
     if not permutes_all(index, rows, shapes):
         return None
     return Placement(node, rows, (index,), partial(_inverse, index), True)
@@ -119,7 +118,7 @@ def find_choice(node: fx.Node, source: fx.Node, shapes: Shapes) -> Choice | Reje
     """The rows of `source` that `node` chooses, or has in another order; None if it is another op."""
     if node.target is aten.index.Tensor:
         index = row_index(node.args[1])
-        if isinstance(index, fx.Node) and _is_index(index):
+        if is_index(index):
             return Choice(node, index)
         return Reject(Reason.LAYOUT, f"{node.name} does not choose rows by a vector of int64")
     found = _put(node, shapes) if node.target in _PUTS else None
@@ -157,16 +156,15 @@ def repeated_index(index: object, moved: object) -> fx.Node | None:
         return None
     if column.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default):
         vector = column.args[0]
-        if isinstance(vector, fx.Node) and _is_index(vector):
+        if is_index(vector):
             return vector
     return None
 
 
-def _is_index(index: object) -> bool:
+def is_index(index: object) -> TypeGuard[fx.Node]:
+    """Whether the argument of a node is a vector of int64."""
     val = tensor(index)
-    return (
-        val is not None and val.dim() == 1 and isinstance(index, fx.Node) and dtype_of(index) == torch.int64
-    )
+    return isinstance(index, fx.Node) and val is not None and val.dim() == 1 and val.dtype == torch.int64
 
 
 def permutes_all(index: fx.Node, rows: fx.Node, shapes: Shapes) -> bool:

@@ -18,7 +18,7 @@ from autofuse.lowering.plan import Family
 from autofuse.lowering.reference.bags import CONTRACTION as BAGS
 from autofuse.passes.graph.anchors import fused_op, is_fused
 from autofuse.passes.graph.follow import Shapes, argument, dtype_of, follow, is_cast, is_view
-from autofuse.passes.graph.layout import Digit, Layout, Size, compose, merge, same_shape
+from autofuse.passes.graph.layout import Digit, Layout, Size, compose, is_natural, same_shape
 from autofuse.passes.graph.paths import between
 from autofuse.passes.reasons import Reason, Reject
 
@@ -59,12 +59,14 @@ _BINARY = {
 
 
 class Batch(Enum):
-    """What a product may be besides a matmul and, with True, matmuls of experts: their rows, `[R, N]`."""
+    """The third value of `Batched`."""
 
     ROWS = "rows"
 
 
 Batched: TypeAlias = bool | Batch
+"""What `_match` looks for. False: `[M, N]`, of matmuls, a lookup, pooled rows, or tokens of experts. True:
+matmuls of experts, `[E, R, N]`. `Batch.ROWS`: rows of experts, `[R, N]`, that are not added up yet."""
 
 _UNARY = {aten.neg.default: "neg", aten.relu.default: "relu"}
 
@@ -336,7 +338,7 @@ def _filled(n: fx.Node, shapes: Shapes, batched: Batched) -> Product | Reject:
     if isinstance(below, Reject):
         return below
     fill, have = constant(number, below.dtype), shapes.of(mask)
-    natural = merge(below.layout.digits) == merge(Layout.of(below.shape).digits)
+    natural = is_natural(below.layout, below.shape)
     of_rows = have is not None and same_shape(have, below.layout.shape[:-1])
     if fill is None or not natural or not of_rows or len(below.shape) != 2:
         return found

@@ -25,7 +25,6 @@ from autofuse.passes.graph.layout import (
     cut_out,
     exact_quotient,
     leading_digit,
-    merge,
     prod,
     regroup,
     same_size,
@@ -44,11 +43,6 @@ class Rows:
     input_splits: list[Size]
     order: Layout | None = None
     placement: Placement | None = None
-
-
-def is_natural(layout: Layout, shape: tuple[Size, ...]) -> bool:
-    """Whether the layout keeps the order of the elements."""
-    return merge(layout.digits) == merge(Layout.of(shape).digits)
 
 
 def whole_rows(layout: Layout, shape: tuple[Size, ...]) -> Layout | None:

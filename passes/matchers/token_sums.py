@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 
 import torch
 from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, tensor
-from autofuse.passes.graph.layout import Layout, Size, exact_quotient, prod, same_shape, same_size
+from autofuse.passes.graph.layout import Layout, Size, exact_quotient, is_natural, prod, same_shape, same_size
 from autofuse.passes.graph.row_numbers import FROM_EITHER_END
 from autofuse.passes.reasons import Reason, Reject
 
@@ -28,8 +28,7 @@ from .contractions import Product, contraction
 from .match import values
 from .matmuls import is_grouped
 from .operands import Operand, two_dimensional
-from .placement import repeated_index, row_index
-from .rows import is_natural
+from .placement import is_index, repeated_index, row_index
 
 GROUPED = "grouped"
 CHOICES = (aten.index.Tensor, aten.index_select.default)
@@ -97,7 +96,7 @@ def chosen_rows(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) ->
     """Rows that an index puts into another order."""
     source = n.args[0]
     chosen = row_index(n.args[1]) if n.target is aten.index.Tensor else n.args[2] if n.args[1] == 0 else None
-    if not isinstance(source, fx.Node) or not _is_index(chosen):
+    if not isinstance(source, fx.Node) or not is_index(chosen):
         return Reject(Reason.LAYOUT, f"{n.name} chooses other things than rows")
     found = match(source)
     if isinstance(found, Reject):
@@ -118,7 +117,7 @@ def added_rows(n: fx.Node, shapes: Shapes, match: MatchRows, extend: Extend) -> 
         return _weighted(n, shapes, match, extend)
     base, rows, index = _put(n)
     val = tensor(base)
-    if not isinstance(rows, fx.Node) or not isinstance(base, fx.Node) or not _is_index(index) or val is None:
+    if not isinstance(rows, fx.Node) or not isinstance(base, fx.Node) or not is_index(index) or val is None:
         return Reject(Reason.NO_COMPUTE, f"{n.name} adds up other things than rows")
     found = match(rows)
     if isinstance(found, Reject):
@@ -223,8 +222,3 @@ def _as_tokens(found: Product, n: fx.Node, tokens: Size, shapes: Shapes) -> Prod
 
 def _are_rows(found: Product, node: fx.Node, shapes: Shapes) -> bool:
     return is_natural(found.layout, found.shape) and same_shape(shapes.of(node), found.shape)
-
-
-def _is_index(index: object) -> TypeGuard[fx.Node]:
-    val = tensor(index)
-    return val is not None and val.dim() == 1 and val.dtype == torch.int64
