@@ -1,8 +1,8 @@
 """The fused ops past torch's dispatcher: for code that Inductor generates, and eager calls without gradients.
 
-The dispatcher takes as long as all else before a launch. A call that is like an earlier one finds what that
-has prepared, in `Direct`, by its operands' layouts and its other arguments. Nothing here is part of generated
-code but the name of the op, so that ranks share compiled code.
+The dispatcher takes as long as all other work before a launch. `Direct` finds what an earlier call has
+prepared, by the layouts of the operands and the other arguments. Generated code contains only the name of the
+op, so that ranks share compiled code.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from autofuse.lowering.gpu.choice.quick import Quick
 
 MOST_KINDS = 4096
-"""Kinds of calls that an op remembers."""
+"""The number of kinds of calls that an op keeps."""
 
 MOST_TRIES = 64
-"""So often it is looked for what calls of a kind have prepared: to look takes as long as a call."""
+"""How often an op looks for what calls of a kind have prepared. A look takes as long as a call."""
 
 
 class Direct:
@@ -36,7 +36,7 @@ class Direct:
 
     def __init__(self, name: str, run: Callable[..., Any], quick: Quick | None) -> None:
         self._op, self._run, self._quick = FUSED_OPS[name], run, quick
-        # Weakly: what is prepared ends with its group, with its memory, and when ways are chosen anew.
+        # Weak, as prepared calls end with their group, with its memory, and when ways are chosen anew.
         self._known: dict[Hashable, weakref.ref[Any]] = {}
         self._tried: dict[Hashable, int] = {}
 
@@ -81,7 +81,7 @@ def direct(name: str) -> Direct:
 
 @cache
 def _quick() -> Mapping[str, Quick]:
-    """Of the ops that have kernels to prepare; none without Triton."""
+    """The `Quick` of each op whose calls can be prepared; none without Triton."""
     if not has_triton():
         return {}
     from autofuse.lowering.gpu.dense.call import QUICK as DENSE
@@ -93,7 +93,7 @@ def _quick() -> Mapping[str, Quick]:
 
 
 def call(name: str, *given: Any) -> Any:
-    """The op of this name, for eager use: past the dispatcher if all that this would do is to find it."""
+    """Calls the op of this name from eager code. It skips the dispatcher if that would only find the op."""
     if torch.compiler.is_compiling():
         return getattr(torch.ops.autofuse, name)(*given)
     return call_known(name, nobody_intervenes() and is_plain(given), *given)

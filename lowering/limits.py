@@ -11,12 +11,15 @@ from autofuse.lowering.torch_internals import group_timeout_s, setting_of
 from autofuse.native_kernels.gpu.state import SLOW_NS
 
 EARLIER_S = 30.0
-"""Before the watchdog of NCCL ends the process, there is time to say what is wrong."""
+"""A wait ends so long before the group's timeout. The error is then raised before the watchdog of NCCL ends
+the process."""
 UNKNOWN_S = 300.0
+"""The limit if the group's timeout is not known."""
 
 
 def default_limit_s(group: ProcessGroup, device: torch.device) -> float:
-    """For groups with short timeouts half of these."""
+    """The limit of a wait if `config.timeout_s` is None. For a short timeout of the group it is half of
+    that."""
     timeout = group_timeout_s(group, device)
     return UNKNOWN_S if timeout is None else max(timeout - EARLIER_S, timeout / 2)
 
@@ -25,7 +28,7 @@ _timeout_s = setting_of(config, "timeout_s")
 
 
 def limit_s(default: float) -> float:
-    """What holds now."""
+    """The limit of a wait that begins now. default: that of the group."""
     timeout_s = _timeout_s()
     return default if timeout_s is None else seconds(timeout_s)
 
@@ -38,5 +41,5 @@ def seconds(value: Any) -> float:
 
 
 def silent_s(limit: float) -> float:
-    """After which a wait that may take up to `limit` warns that it takes long."""
+    """The seconds after which a wait that may take up to `limit` warns that it takes long."""
     return min(SLOW_NS / 1e9, limit / 2)

@@ -18,7 +18,7 @@ from weakref import ref
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
-"""Between two looks."""
+"""Seconds between two looks."""
 
 failed: set[str] = set()
 """Names of groups of which a fused op has failed; a name may be that of an earlier group."""
@@ -37,7 +37,7 @@ class Watched(Protocol):
 
 
 def watch(watched: Watched) -> None:
-    """From now on, as long as it lives."""
+    """Lets the thread look at `watched` from now on, as long as that object lives."""
     global _thread
     with _lock:
         _all[:] = [*_living(), ref(watched)]
@@ -80,7 +80,7 @@ def _living() -> list[ref[Watched]]:
 
 
 def _end() -> None:
-    """Before the interpreter takes away what the thread uses."""
+    """Ends the thread before the interpreter frees the modules that it uses."""
     thread = _thread
     _ended.set()
     if thread is not None:

@@ -40,7 +40,8 @@ _JOINS = (aten.cat.default, aten.stack.default)
 def fusing_order(
     anchors: Sequence[Anchor], settings: Settings, symbols: Symbols, find: Find
 ) -> Iterator[int]:
-    """The indices of all sites: a reduction that takes a matmul before the gather in front of it."""
+    """The indices of all sites, in the order in which they are fused. A reduction that takes a matmul comes
+    before the gather in front of it."""
     shared = shared_matmuls(anchors)
     taken: dict[int, frozenset[fx.Node]] = {}
     early: dict[int, list[int]] = {}
@@ -74,8 +75,8 @@ def shared_matmuls(anchors: Sequence[Anchor]) -> Shared:
 def _above(
     nodes: Sequence[fx.Node], wanted: Callable[[object], bool] | None, leads: Callable[[fx.Node], bool]
 ) -> list[fx.Node]:
-    """The nodes that are reached from `nodes` upwards through those that lead on: those that call what is
-    wanted, and no further; without it the ends of the ways."""
+    """The nodes with a wanted target that are reached from `nodes` upwards, through nodes that `leads`
+    accepts. The walk does not go beyond them. Without `wanted`: the nodes at which the walk ends."""
     found: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     work = list(nodes)
@@ -101,7 +102,7 @@ def _reduction_first(
     symbols: Symbols,
     find: Find,
 ) -> bool:
-    """Whether the reduction takes the matmuls, `left` by gathers."""
+    """Whether the reduction takes its matmuls. left: by gather, the matmuls that it leaves to reductions."""
 
     own = find(reduction, frozenset())
     if own is None:

@@ -32,8 +32,8 @@ _CUTS = (aten.slice.Tensor, aten.select.int)
 
 @dataclass(frozen=True)
 class Piece:
-    """`node` has the columns `[first, last)` of the result of `matmul`, as a view, or as a matmul of its own,
-    of `inputs`."""
+    """`node` has the columns `[first, last)` of the result of `matmul`. It is a view of that result, or a
+    matmul of its own that reads `inputs`."""
 
     node: fx.Node
     matmul: fx.Node
@@ -43,7 +43,7 @@ class Piece:
 
 
 def split_packed(graph: fx.Graph) -> list[Piece]:
-    """In place. Returns the new matmuls."""
+    """Splits such matmuls of `graph` in place. Returns the new matmuls."""
     exchanged: dict[fx.Node, list[Piece]] = {}
     for anchor in find_anchors(graph):
         val = tensor(anchor.node)
@@ -60,8 +60,8 @@ def split_packed(graph: fx.Graph) -> list[Piece]:
 
 
 def join_kept(parts: Iterable[Piece]) -> None:
-    """Join the parts of each matmul of which no part was fused, and whose slices of the weight are still what
-    the parts read: a fused gather of the weight may hand out others."""
+    """Join the parts of each matmul of which no part was fused. Parts stay apart if they no longer read
+    slices of the weight, since a fused gather of the weight may have given them other tensors."""
     of_matmuls: dict[fx.Node, list[Piece]] = {}
     for part in parts:
         of_matmuls.setdefault(part.matmul, []).append(part)
@@ -153,7 +153,7 @@ def _matmul_above(node: object) -> fx.Node | None:
 
 
 def _all_pieces(matmul: fx.Node) -> list[Piece]:
-    """The pieces of a matmul whose result is read by pieces alone that share no column; else none."""
+    """The pieces of a matmul, if all readers of its result are pieces that share no column; else none."""
     found: list[Piece] = []
     work = [matmul]
     while work:

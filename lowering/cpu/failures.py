@@ -12,7 +12,7 @@ _BETWEEN_CALLS, _IN_A_CALL = 1, 2  # what the slot says
 
 
 class Failures:
-    """Of all ranks; `at[r]`: where the `nbytes` of rank r begin."""
+    """The failures of all ranks of a group. at[r]: the address of the `nbytes` of rank r."""
 
     def __init__(self, rank: int, peers: Sequence[Peer], at: Sequence[int], nbytes: int) -> None:
         self._rank, self._peers, self._slots, self._most = rank, peers, at, nbytes - _TEXT - 1
@@ -25,7 +25,7 @@ class Failures:
         cpu.signal(self._slots[self._rank], _IN_A_CALL if in_a_call else _BETWEEN_CALLS)
 
     def await_(self, rank: int | None) -> None:
-        """This rank waits for `rank`, and has done so for some time; None: for nobody."""
+        """Publishes that this rank has waited for `rank` for some time; None: that it waits for no rank."""
         self._awaited[self._rank].value = 0 if rank is None else rank + 1
 
     def why_not(self, rank: int) -> str:

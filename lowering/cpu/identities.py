@@ -21,7 +21,7 @@ def known(group: ProcessGroup) -> list[Peer | None]:
 
 
 def remember(group: ProcessGroup, peers: Sequence[Peer]) -> None:
-    """The group has met."""
+    """Keep the processes of a group that has met."""
     _found().update(zip(dist.get_process_group_ranks(group), peers, strict=True))
 
 

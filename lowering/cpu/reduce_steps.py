@@ -43,7 +43,8 @@ class ReduceSteps:
         self.nbytes = self.finished.end
 
     def steps(self, actions: Iterable[tuple[Action, int]]) -> tuple[Step, ...]:
-        """Of all actions, each with the tile that a wait in its place is for."""
+        """The steps of all actions. Each action comes with the index of a tile, by which a wait names what it
+        waits for (`tiles.with_tiles`)."""
         return tuple(self.step(*pair) for pair in actions)
 
     def step(self, action: Action, awaited: int) -> Step:
@@ -65,7 +66,7 @@ class ReduceSteps:
         raise AssertionError(f"a reduce plan has no {action}")
 
     def _tile(self, buffer: Buffer, tile: Tile, rank: int, source: int) -> Callable[[State], Tensor]:
-        """How to find a tile in the buffer of `rank`."""
+        """A function that finds a tile in the buffer of `rank`."""
         offset, shape, dtype = buffer.offset(tile, source), (len(tile.rows), len(tile.cols)), buffer.dtype
         return lambda s: s.call.tensor(rank, offset, shape, dtype)
 
@@ -79,12 +80,12 @@ class ReduceSteps:
         return self._run(tile) if self.everywhere else Run(span.start, len(span))
 
     def _in_output(self, tile: Tile) -> Callable[[State], Tensor]:
-        """How to find a tile in the output."""
+        """A function that finds a tile in the output."""
         dim, place = self.dim, self._place(tile)
         return lambda s: place.read(s.out, dim)
 
     def _evaluate(self, tile: Tile) -> Callable[[State, Tensor], object]:
-        """How to compute a tile of the product into a given tensor."""
+        """A function that computes a tile of the product into a given tensor."""
         dim, run, product, keep = self.dim, self._run(tile), self.product, self.keep
         if self.whole:
             return lambda s, target: target.copy_(run.read(s.product, dim))

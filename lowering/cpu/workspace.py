@@ -153,7 +153,7 @@ class Call:
         return typed[rank].as_strided(shape, stride[::-1], (self._offset + offset) // itemsize)
 
     def address(self, rank: int, offset: int) -> int:
-        """Of such a tensor."""
+        """The address of the tensor that `tensor` returns for this offset."""
         return cpu.address(self._ws._data[rank]) + self._offset + offset
 
     def signal(self, dest: int, slot: int) -> None:

@@ -149,7 +149,7 @@ class FusedOp(Generic[A]):
         return ""
 
     def gpu_dtype_gap(self, given: A) -> str:
-        """Why they do not take the dtype that is exchanged; empty if they do."""
+        """Why the GPU kernels do not take the dtype that is exchanged; empty if they do."""
         dtype = self.exchanged(given) if self.exchanged is not None else None
         if dtype is None or dtype in self.gpu_dtypes:
             return ""
@@ -226,7 +226,7 @@ def on_cuda(op: FusedOp[A]) -> Callable[..., Any]:
 
 
 def _planned(op: FusedOp[A], run: Callable[[A], Any], why_not: Callable[[A], str], *given: Any) -> Any:
-    """What `run` returns, or where it declines, the reference."""
+    """The result of `run` or, if that declines, of the reference."""
     arguments = op.parse(given)
     try:
         result = run(arguments)
@@ -243,7 +243,7 @@ def _planned(op: FusedOp[A], run: Callable[[A], Any], why_not: Callable[[A], str
 
 
 def _gap_of(op: FusedOp[A], arguments: A) -> str:
-    """Why the GPU kernels do not take what they have declined."""
+    """Why the GPU kernels have declined a call."""
     if not has_triton():
         return "Triton is not installed"
     return op.gpu_gap(arguments) or op.gpu_dtype_gap(arguments) or NO_KERNEL

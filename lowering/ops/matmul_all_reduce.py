@@ -44,10 +44,11 @@ from autofuse.lowering.torch_internals import group_size
 OP = "matmul_all_reduce"
 
 BIASED = "addmm %0"
-"""The product with an epilogue that GPU kernels apply. Of others torch applies it, before the exchange."""
+"""The product with an epilogue that GPU kernels apply. torch applies all other epilogues, before the
+exchange."""
 
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that GPU kernels exchange, and of rows of tables and experts that they add up."""
+"""Dtypes that GPU kernels exchange, and those of the rows of tables and experts that they add up."""
 
 
 class MatmulAllReduce(NamedTuple):
@@ -130,7 +131,7 @@ def is_gpu_tail(tail: str, operands: Sequence[Tensor]) -> bool:
 
 
 def sizes_of_call(args: Any) -> Sequence[Sequence[int]]:
-    """Those by which a report distinguishes calls. Bags look up other numbers of rows in each call."""
+    """The sizes by which a report distinguishes calls. Bags look up new numbers of rows in each call."""
     first = args.operands if is_pooled(args.product) else args.x
     return first[0].shape, args.w[0].shape
 
@@ -146,7 +147,7 @@ def is_added_up(args: Any) -> bool:
 
 
 def _is_sent_as_pooled(args: Any) -> bool:
-    """Whether the rows are not changed but for their dtype."""
+    """Whether only the dtype of the pooled rows is changed before they are sent."""
     stages = parse(args.product).stages
     dtypes = [*(w.dtype for w in args.w), *(stage.dtype for stage in stages)]
     return len(stages) <= 1 and all(dtype in GPU_DTYPES for dtype in dtypes)

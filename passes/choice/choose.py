@@ -54,9 +54,10 @@ Symbols: TypeAlias = Mapping[sympy.Symbol, Known]
 _COEFFICIENT = re.compile(r"\d+\.\d+(e[+-]?\d+)?")
 
 TORCH_MARGIN = 0.1
-"""On GPUs, a site of static size is kept if what it replaces is predicted to be the fastest of all ways, and
-our fastest kernel to take by this part longer: so much that a measurement is not expected to turn it. No
-call of all_reduce_update can go back to what it replaces, which Inductor generates: no loss is risked."""
+"""On GPUs, a site of static size is kept if the computation that it replaces is predicted to be the fastest
+of all ways, and our fastest kernel to take longer by more than this part. A measurement is then not expected
+to reverse the order. For an all_reduce_update the margin is 0: its calls cannot go back to the code that
+Inductor generates, so any predicted loss keeps the site."""
 
 MARGIN = 0.05
 """A site is fused despite a predicted loss of up to this part at some sizes, if other sizes gain."""

@@ -1,11 +1,10 @@
 """Predicted times of a site on GPUs, by the model that chooses the way of a call at run time.
 
-Only what is shipped counts: ranks compile apart, and may find other measurements of their own. Pooled
-embeddings and dtypes without kernels are left to the cost model.
+Only shipped points count. Ranks compile without a meeting, and the measured points of users may differ
+between them. The cost model judges pooled embeddings, and dtypes without kernels.
 
-The ranks may also have different products: one rank alone may add a bias. All ranks must decide alike.
-Therefore the kind of a product changes the times that a report shows, and no decision.
-"""
+Ranks may have different products: one rank alone may add a bias. All ranks must decide alike, so the kind of
+a product changes only the times that a report shows."""
 
 from __future__ import annotations
 
@@ -32,11 +31,12 @@ if TYPE_CHECKING:
 
 _DTYPES = ("bfloat16", "float16")
 _MADE_DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in GPU_DTYPES)
-"""Of products that torch computes."""
+"""Dtypes of products that torch computes."""
 
 
 def predictor_on(device: torch.device) -> Predictor | None:
-    """For a kind of GPU, which need not be here: then for the one that was measured most."""
+    """The predictor for a GPU; None for other devices or without Triton. If there is no GPU in this process,
+    as when `explain` runs without one, it is that of the kind that was measured most."""
     if device.type != "cuda" or not has_triton():
         return None
     return _predictor(torch.cuda.get_device_name(device) if torch.cuda.is_available() else "", device)
@@ -55,7 +55,7 @@ def _predictor(name: str, device: torch.device) -> Predictor:
 def times(task: Task, predictor: Predictor) -> tuple[float, float, float] | None:
     """Microseconds of the fused op, of its fastest kernel, and of what it replaces, at sizes in numbers.
 
-    The fused op takes the fastest of all ways, those of torch included. None for what has no ways here.
+    The fused op takes the fastest of all ways, those of torch included. None for a task without ways.
     """
     problem = problem_of(task, predictor.model.gpu.multiprocessors)
     if problem is None:
@@ -76,7 +76,7 @@ def times(task: Task, predictor: Predictor) -> tuple[float, float, float] | None
 
 
 def _round_a_step(problem: WholeUpdateProblem, collectives: Any, predictor: Predictor) -> tuple[float, float]:
-    """What a graph needs besides the op, and what it takes without the op: Inductor generates both."""
+    """Microseconds of the code that Inductor generates besides the op, and of all the code without the op."""
     from autofuse.lowering.gpu.optimizer.whole_ways import kept_works, numbers_work
 
     model = predictor.model
@@ -87,7 +87,7 @@ def _round_a_step(problem: WholeUpdateProblem, collectives: Any, predictor: Pred
 
 
 def taken_us(task: Task, predictor: Predictor) -> float | None:
-    """Microseconds of the fused op, which has torch's ways alone where no kernel serves; else as `times`."""
+    """As the first of `times`, but a task for which no kernel serves has the ways of torch."""
     problem = problem_of(task, predictor.model.gpu.multiprocessors)
     if problem is None or not min(problem.m, problem.k, problem.n):
         return None
@@ -107,7 +107,7 @@ def product_of(args: Any) -> str:
 
 
 def _known(t: Tensor) -> Any:
-    """Its dtype and shape. Unlike symbolic sizes, expressions are compared without guards."""
+    """The dtype and shape of a tensor. Unlike symbolic sizes, expressions are compared without guards."""
     return SimpleNamespace(dtype=t.dtype, shape=tuple(map(expression, t.shape)))
 
 

@@ -1,4 +1,4 @@
-"""The names of schedules, and what they rest on."""
+"""The names of schedules, and the proofs that schedules rest on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .layouts import Input, Layouts
 
 AUTO, UNCHANGED, EVERY, OWNER, SPLIT = "auto", "unchanged", "every", "owner", "split"
 SCHEDULES = (AUTO, UNCHANGED, EVERY, OWNER, SPLIT)
-"""What the option `schedule` may be."""
+"""The values of the option `schedule`."""
 
 WITH_TAILS = (EVERY, OWNER, SPLIT)
-"""Those under which fused ops apply every tail that they can; with `auto` those that `search.py` chooses."""
+"""The schedules under which fused ops take every tail that they can. With `auto`, `search.py` chooses."""
 
 
 _UNDECLARED = "no values are declared to be the same on all ranks: autofuse.replicated(model, ...)"
@@ -28,11 +28,11 @@ _UNDECLARED = "no values are declared to be the same on all ranks: autofuse.repl
 
 @dataclass(frozen=True)
 class Proof:
-    """What must hold on all ranks of a group, or a graph may not run as it was scheduled.
+    """A condition on all ranks of a group. If it does not hold, the scheduled graph must not run.
 
     Attributes:
         group: the group.
-        digest: of all that the proof rests on; equal on all ranks. Empty if there is no proof.
+        digest: a digest of all that the proof rests on, equal on all ranks. Empty if there is no proof.
         inputs: names of the inputs of the graph that must have the same values.
     """
 
@@ -43,13 +43,13 @@ class Proof:
 
 @dataclass
 class Basis:
-    """What schedules of a graph rest on.
+    """All that the schedules of a graph rest on.
 
     Attributes:
-        inputs: what is known of the inputs of a graph.
-        proofs: those that schedules rest on until now.
+        inputs: returns what is known of the inputs of a graph.
+        proofs: the proofs that the schedules until now rest on.
         compared: whether the ranks compare proofs before the graph runs.
-        not_split: by ranks of a group, why `auto` has not split what lies between their all_reduces.
+        not_split: by the ranks of a group, why `auto` has not split the stream between their all_reduces.
     """
 
     inputs: Callable[[fx.Graph], Mapping[fx.Node, Input]] = lambda graph: {}
@@ -60,8 +60,8 @@ class Basis:
     def prove(self, layouts: Layouts, nodes: Sequence[fx.Node], more: str, checked: bool) -> str:
         """A digest of the proofs that these values are replicated, and of `more`; empty if they are not.
 
-        checked: the ranks will compare the bits of declared values before the graph runs. If they will not,
-        a proof may rest on values alone that were compared with an earlier graph.
+        checked: whether the ranks compare the bits of declared values before the graph runs. If not, a proof
+        may rest only on values that were compared for an earlier graph.
         """
         if self.why_not(layouts, nodes, checked):
             return ""
@@ -93,7 +93,7 @@ class Prover:
         self._layouts: dict[frozenset[int], Layouts] = {}
 
     def prove(self, candidate: Candidate) -> str:
-        """The proof by which owners apply the tail; empty if every rank does."""
+        """The proof by which owners may apply the tail; empty if there is none."""
         layouts = None if self._not_by_owners(candidate) else self._over(candidate.group)
         if layouts is None:
             return ""

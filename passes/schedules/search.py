@@ -1,10 +1,10 @@
 """The search of the schedule `auto`: the legal schedules are priced, and the cheapest is taken.
 
-`SplitSearch` prices what lies between the all_reduces of a group in a joint graph, which `split` changes as a
-whole. What it leaves, `Search` prices for every fused reduction with something behind it.
+`SplitSearch` prices a stream: the values between the all_reduces of a group in a joint graph, which `split`
+changes as a whole. If the stream is not split, `Search` prices the tail of every fused reduction by itself.
 
-All ranks decide alike: by the graph round the collective, by ranges of sizes and not by those that were seen,
-by the tables that all ranks have, and by what users declare on all ranks.
+All ranks decide alike. The decision depends on the graph round the collective, the ranges of sizes (not the
+sizes seen while tracing), the tables that all ranks have, and the values that users declare on all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EACH = "each reduction decides for itself: see below"
 _UNKNOWN = "no times are predicted of these sizes and dtypes"
 
 _OPS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
-"""What a stream is made of, whole and split."""
+"""The ops of a stream, unchanged or split."""
 
 
 class SplitSearch:
@@ -44,7 +44,7 @@ class SplitSearch:
         self._settings, self._symbols = settings, symbols
 
     def why_not(self, anchor: Anchor) -> str:
-        """Why what lies behind an all_reduce is not priced; empty if it is."""
+        """Why the stream behind an all_reduce is not priced; empty if it is."""
         device, patterns = anchor.node.meta["val"].device, self._settings.patterns
         left_out = [] if patterns is None else [op for op in _OPS if op not in patterns]
         if left_out:
@@ -67,7 +67,7 @@ class SplitSearch:
 
 
 class Search:
-    """Decides about the tails of a graph."""
+    """Decides for each tail of a graph whether the op takes it, and in which form."""
 
     def __init__(self, prover: Prover, settings: Settings, symbols: Symbols) -> None:
         self._prover, self._settings, self._symbols = prover, settings, symbols

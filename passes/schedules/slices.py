@@ -1,10 +1,10 @@
-"""Which values of a graph can be computed on slices, each rank its own.
+"""Which values of a graph can be computed on slices, so that each rank computes its own slice.
 
-A value is *cut* along a dim if every rank computes only its part of it: `W` equal parts, the part of rank `r`
-is the `r`-th. `cut_dim` says along which dim the result of an op is cut, given how its inputs are.
+A value is *cut* along a dim if each rank computes only its part: rank `r` has the `r`-th of `W` equal parts.
+`cut_dim` returns the dim along which the result of an op is cut, given the cuts of its inputs.
 
-Where a size has no equal parts, parts may be *padded*: those of the last ranks end in rows that nobody reads.
-"""
+If a size has no `W` equal parts, parts may be *padded*: the parts of the last ranks end in rows that are
+never read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autofuse.passes.graph.follow import WAIT, argument, aten, expression, is_ca
 from autofuse.passes.graph.layout import Size, exact_quotient, prod, same_shape, same_size
 
 Cuts: TypeAlias = Mapping[fx.Node, int]
-"""The cut values, each with the dim."""
+"""The cut values, each with the dim along which it is cut."""
 
 SUM = aten.sum.dim_IntList
 
@@ -48,7 +48,7 @@ _WITH_SHAPE = {aten.view.default, aten.reshape.default, aten._unsafe_view.defaul
 
 
 MOST_PADDED = 1.25
-"""A number of rows is padded to at most so many times itself. One that is a symbol is padded in any case."""
+"""A number of rows is padded only to at most so many times itself; a symbolic number is always padded."""
 
 
 @dataclass
@@ -56,9 +56,9 @@ class Fit:
     """Which sizes can be cut into `world` parts.
 
     Attributes:
-        symbols: those of which something may be assumed.
-        padded: whether parts may be padded; else it is assumed of symbols that they have equal parts.
-        assumed: the sizes of which it was; a graph for which it does not hold must not run.
+        symbols: the symbols about which an assumption may be made.
+        padded: whether parts may be padded. If not, symbolic sizes are assumed to have equal parts.
+        assumed: the sizes that were assumed to have equal parts. If one has not, the graph must not run.
     """
 
     world: int
@@ -104,13 +104,13 @@ def shape_of(node: fx.Node) -> tuple[Size, ...] | None:
 
 
 def in_one_piece(shape: tuple[Size, ...], dim: int) -> bool:
-    """Whether parts along `dim` lie in one piece each."""
+    """Whether each part along `dim` is contiguous in memory."""
     return bool(prod(shape[:dim]) == 1)
 
 
 def leading_dim(shape: tuple[Size, ...], fit: Fit) -> int | None:
-    """The dim along which rows of `[..., N]` are cut: the first that leaves parts in one piece, else the
-    first that has equal parts."""
+    """The dim along which rows of `[..., N]` are cut: the first one with contiguous parts, else the first one
+    with equal parts."""
     dims = [d for d in range(len(shape) - 1) if shape[d] != 0]
     for d in dims:
         if in_one_piece(shape, d) and fit(shape[d]):
@@ -127,7 +127,8 @@ def cut_dim(node: fx.Node, cuts: Cuts, fit: Fit) -> int | None:
 
 
 def _can_gather(shape: tuple[Size, ...], dim: int, fit: Fit) -> bool:
-    """Parts that are not in one piece are gathered by a split and a cat, of known sizes and not padded."""
+    """Whether a value that is cut along `dim` can be gathered. Parts that are not contiguous are gathered by
+    a split and a cat, which need known sizes without padding."""
     return in_one_piece(shape, dim) or (all(isinstance(s, int) for s in shape) and fit.exactly(shape[dim]))
 
 
@@ -158,7 +159,8 @@ def _cut_dim(node: fx.Node, shape: tuple[Size, ...] | None, cuts: Cuts, fit: Fit
 
 
 def sums_cut_dim(node: fx.Node, cuts: Cuts) -> bool:
-    """Whether the node adds up a cut value along the dim that is cut: on slices it has a partial sum."""
+    """Whether the node sums a cut value along the dim that is cut. On a slice it then computes a partial
+    sum."""
     source = node.args[0] if node.args else None
     if node.target is not SUM or not isinstance(source, fx.Node) or source not in cuts:
         return False
@@ -173,7 +175,8 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether the node only views its input, or widens it: on gathered values it costs no more."""
+    """Whether the node only views its input or casts it to a wider dtype. It costs no more on gathered
+    values."""
     if node.target in _RESHAPES or node.target in _COPIES or node.target in _PERMUTES:
         return True
     if node.target is aten.expand.default:
@@ -243,7 +246,7 @@ def _dims(node: fx.Node, dims: int) -> set[int]:
 
 
 def _of_reshape(given: tuple[Size, ...], shape: tuple[Size, ...], dim: int, fit: Fit) -> int | None:
-    """The dim of `shape` that begins where `dim` of `given` does: its parts are the same elements."""
+    """The dim of `shape` whose parts have the same elements as the parts of dim `dim` of `given`."""
     before = prod(given[:dim])
     for place, size in enumerate(shape):
         if same_size(prod(shape[:place]), before) and size != 1:

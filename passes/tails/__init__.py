@@ -3,11 +3,12 @@
     V, kept = matmul_all_reduce(..., [residual, gamma], "add %0; keep; to float32; rms 1e-06; mul %1")
 
 The walk starts at the reduced output and goes down, through views that keep rows and columns. A value that
-others read, too, is kept: the op returns it. The walk ends at what is no stage, at operands that are not
-known before the op, and where several users could go on. Dtypes stay those of the graph after every stage.
+other nodes also read is kept: the op returns it. The walk ends at a node that is no stage, at an operand that
+is not known before the op, and where several users could be the next stage. After every stage the value has
+the dtype that it has in the graph.
 
-A tail is absorbed if it has a norm or an operand of full size, such as a residual: the other
-stages cost Inductor nothing, since it fuses them with what follows. The schedule decides whether it is.
+A tail may be absorbed if it has a norm or an operand of full size, such as a residual. Inductor fuses other
+stages with the code that follows, at no cost. The schedule decides whether a tail is absorbed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Candidate:
     Attributes:
         op, given: the fused op, and its arguments.
         text: the tail.
-        stages: what it is made of.
+        stages: its stages, as they stand in the graph.
         operands: the values that it reads.
         kept: the values that it returns besides its last one.
         reduced: the sum.
@@ -91,9 +92,9 @@ Decide: TypeAlias = Callable[[Candidate], Decision]
 
 @dataclass(frozen=True)
 class Tail:
-    """What became of the stages behind a reduction. `text`: those that were absorbed, empty if none.
-    `end`: why the tail ends there, or why there is none. `proof`: as the op has it. `considered`: the
-    schedules among which `behind` was left or taken."""
+    """What became of the stages behind a reduction. `text`: the absorbed tail, empty if there is none. `end`:
+    why the tail ends there, or why there is none. `proof`: as the op has it. `behind`: the tail that was
+    found in the graph. `considered`: the schedules that were compared to decide whether it is absorbed."""
 
     text: str
     end: str
@@ -108,8 +109,8 @@ class Tail:
 
 
 def absorb_tails(graph: fx.Graph, decide: Decide) -> dict[fx.Node, Tail]:
-    """Absorb those tails of the reductions of `graph` for which `decide` says so, in place. By reduction,
-    what became of its tail."""
+    """Absorb, in place, the tails for which `decide` says so. Returns for each reduction what became of its
+    tail."""
     changing = [n for n in graph.nodes if _changes_memory(n)]
     found: dict[fx.Node, Tail] = {}
     for op in list(graph.nodes):

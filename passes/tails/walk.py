@@ -19,13 +19,13 @@ from .step import Step
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 _QUANTISED = torch.float8_e4m3fn, torch.float8_e5m2
-"""What a stage may cast to, besides."""
+"""Other dtypes to which a stage may cast."""
 _MOST_AHEAD = 16
 """How many stages the walk looks ahead for a norm."""
 
 
 def readers_of(holders: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Those that read V, in whatever view."""
+    """The nodes that read one of `holders`, which are V and its views, and are none of them."""
     known = set(holders)
     return (u for h in known for u in h.users if u not in known)
 
@@ -69,7 +69,7 @@ class Walk:
         )
 
     def cone(self, step: Step) -> set[fx.Node]:
-        """The nodes behind the op that operands of the step are computed by."""
+        """The nodes behind the op from which operands of the step are computed."""
         nodes = [o.node for o in step.operands]
         found: set[fx.Node] = set()
         while nodes:
@@ -80,8 +80,11 @@ class Walk:
         return found
 
     def _next(self, node: fx.Node, behind_norm: bool) -> Step | str:
-        """The stage behind `node`; why there is none. Of several readers that follows which leads to a norm,
-        or which scales and shifts what a norm has yielded: the backward may have saved it."""
+        """The stage behind `node`, or why there is none.
+
+        If several nodes read the value, the walk follows the one that leads to a norm. Behind a norm it
+        follows the one that scales or shifts the value: the other reader may save the value for the backward.
+        """
         holders = self.holders(node)
         norms = list(self._norms(holders))
         if len(norms) == 1:
@@ -100,7 +103,7 @@ class Walk:
         return f"{', '.join(u.name for u in readers)} read {node.name}"
 
     def _leads(self, node: fx.Node, ahead: int) -> bool:
-        """Whether a norm follows behind stages."""
+        """Whether a norm follows `node` within `ahead` stages."""
         holders = self.holders(node)
         if any(True for _ in self._norms(holders)):
             return True
@@ -110,7 +113,7 @@ class Walk:
     # --- pointwise stages -----------------------------------------------------------------------------
 
     def _stage(self, n: fx.Node, holders: Sequence[fx.Node]) -> Step | str:
-        """`n`, which reads one of `holders`, as a stage; why it is none."""
+        """The node `n`, which reads one of `holders`, as a stage, or why it is none."""
         sides = [i for i in n.all_input_nodes if i in holders]
         shape = self.shapes.of(n)
         dtypes = (*_FLOATS, *_QUANTISED) if is_cast(n) else _FLOATS
@@ -130,7 +133,7 @@ class Walk:
         return operands if isinstance(operands, str) else Step(text, n, operands, frozenset({n}))
 
     def _operands(self, n: fx.Node, layout: Layout, others: Sequence[fx.Node]) -> tuple[Operand, ...] | str:
-        """What `n` reads besides V, which has its shape; why it cannot be an operand."""
+        """The operands of `n` besides V, or why one of them cannot be an operand. layout: that of `n`."""
         operands = []
         for other in others:
             operand = broadcast(other, n, layout, self.size, self.shapes)
@@ -163,7 +166,7 @@ class Walk:
     # --- norms ----------------------------------------------------------------------------------------
 
     def _norms(self, holders: Sequence[fx.Node]) -> Iterator[Step]:
-        """The norms of V over its columns. Means and variances with other readers are none."""
+        """The norms of V over its columns. A mean or variance that other nodes read belongs to no norm."""
         for v in holders:
             shape = self.shapes.known(v)
             if not self.whole_rows or not shape or not same_size(shape[-1], self.size[1]):
