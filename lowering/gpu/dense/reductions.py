@@ -36,15 +36,7 @@ from autofuse.native_kernels.triton.tails import NO_TAIL, TailSpec, rows_fit
 
 from .factors import MULTIPLIED
 from .widths import CLUSTER_WIDTHS, columns_each, fullest
-from .work import (
-    clusters_work,
-    packets_work,
-    row_packets_work,
-    rows_work,
-    sums_work,
-    tiles_work,
-    words_work,
-)
+from .work import clusters_work, packets_work, row_packets_work, rows_work, sums_work, tiles_work, words_work
 
 if TYPE_CHECKING:
     from .ways import DenseProblem
@@ -288,7 +280,7 @@ def _sums_configs(problem: DenseProblem) -> Iterator[SumsConfig]:
     if problem.m * problem.n % 8 or not (problem.everywhere or _is_chunked(problem)):
         return
     configs = [SumsConfig(), SumsConfig(length=1024)]
-    # In one exchange each rank receives as much as in two from W - 1 ranks, half of that from one.
+    # In one exchange a rank receives W / 2 times the bytes of two exchanges.
     if problem.everywhere and (problem.world == 2 or problem.m <= MOST_ONCE_ROWS):
         yield from (replace(config, once=True) for config in configs)
     if not problem.everywhere or problem.world > 2:

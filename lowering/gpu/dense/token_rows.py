@@ -41,8 +41,8 @@ Arguments: TypeAlias = MatmulAllReduce | MatmulReduceScatter
 
 
 def _configs(problem: PooledProblem) -> Iterator[TokensConfig]:
-    """Differ in how many rows are on their way in a multiprocessor. In one exchange each rank receives as
-    much as in two from W - 1 ranks, half of that from one."""
+    """Configurations with different numbers of rows that a multiprocessor loads at a time. In one exchange a
+    rank receives W / 2 times the bytes of two exchanges."""
     config = TokensConfig(once=problem.everywhere and problem.world == 2)
     yield config
     if problem.world <= 4 or problem.dtype.itemsize == 2:  # else a thread has too few registers

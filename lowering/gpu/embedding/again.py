@@ -21,8 +21,8 @@ _shape, _dtype = Tensor.shape.__get__, Tensor.dtype.__get__  # type: ignore[attr
 
 
 class Same:
-    """The layouts and addresses of tensors that a call had. `ask`: whether others are laid out like them, at
-    the same places. Both may change in a tensor: by `t.data = other`, for one."""
+    """The layouts and addresses of the tensors of a call. `ask` returns whether other tensors have the same
+    layouts and addresses. Both may change for one tensor, as by `t.data = other`."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.addresses = list(map(Tensor.data_ptr, tensors))
@@ -55,7 +55,8 @@ class Words:
     def of(
         self, weights: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor]
     ) -> bytes | None:
-        """Those of a call; None unless it differs in its indices alone, which kernels take as they are."""
+        """The descriptors of a call. None unless the call differs only in its indices, and kernels take these
+        as they are."""
         if len(indices) != self._count or not self._weights.ask(weights):
             return None
         if not self._offsets.ask(distinct(offsets)):
@@ -71,5 +72,5 @@ class Words:
 
 
 def distinct(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """One tensor of a list that has it for each table, or the list."""
+    """The list, or one tensor of it if all its tensors are the same object."""
     return tensors[:1] if all(map(is_, tensors, repeat(tensors[0]))) else tensors

@@ -158,7 +158,8 @@ def tables_of(
     padding: int,
     op: str = OP,
 ) -> Tables:
-    """As the kernels take them. ValueError for what would make them read what is none of theirs."""
+    """The tables as the kernels take them. ValueError for arguments with which a kernel would read memory of
+    other tensors."""
     bags = offsets[0].shape[0]
     for t, o in enumerate(offsets):
         if o.shape[0] != bags:
@@ -195,7 +196,7 @@ def gradients_of(
     last: bool,
     padding: int,
 ) -> Tables:
-    """Gradients of tables, with nothing in them yet, as the kernel takes them. ValueError as `tables_of`."""
+    """Uninitialised gradients of tables, as the kernel takes them. ValueError as in `tables_of`."""
     device = offsets[0].device
     gradients = [
         torch.empty(v, d, dtype=dtype, device=device) for v, d in zip(num_embeddings, dims, strict=True)

@@ -1,8 +1,7 @@
 """The kernels of embedding bags. A kernel pools rows and exchanges them, or only pools them for a collective.
 
-Of the forward `launch(at, config, descriptors, tables, places, out)`, of the backward and of updates
-`launch(at, config, descriptors, tables, places, entries, grad, exchanged)`.
-"""
+Launches of the forward: `launch(at, config, descriptors, tables, places, out)`. Launches of the backward and
+of updates: `launch(at, config, descriptors, tables, places, entries, grad, exchanged)`."""
 
 from __future__ import annotations
 
@@ -32,11 +31,12 @@ if TYPE_CHECKING:
     from .ways import ExchangeProblem
 
 MERGED_NCCL = "merged+nccl"
-"""All tables in one kernel, and the collective with a copy."""
+"""Name of the way in which one kernel of ours pools all tables, and NCCL exchanges the rows."""
 
 
 def _bags_configs(problem: ExchangeProblem) -> Iterator[BagsConfig]:
-    """Differ in how many rows are on their way in a multiprocessor, and to how many threads."""
+    """Configurations with different numbers of rows, and of threads, that a multiprocessor loads at a
+    time."""
     yield BagsConfig()
     yield BagsConfig(tile=256, unroll=8, warps=1, per_sm=32)
     yield BagsConfig(tile=2048, unroll=2, per_sm=6)
@@ -90,7 +90,8 @@ MERGED_BAGS: Kernel[ExchangeProblem, BagsConfig] = Kernel(
 
 
 def _strips_configs(problem: ExchangeProblem) -> Iterator[BackwardConfig]:
-    """Differ in how many rows are on their way, and how many of one index are added one after another."""
+    """Configurations with different numbers of rows that are loaded at a time, and of rows of one index that
+    are added one after another."""
     yield BackwardConfig()
     yield BackwardConfig(strip=16)
     yield BackwardConfig(tile=512, warps=2, per_sm=8)

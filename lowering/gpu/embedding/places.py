@@ -29,6 +29,7 @@ def send_places(rank: int, b: int, columns: Sequence[int], dims: Sequence[int]) 
 
 
 def backward_places(layout: str, rank: int, b: int, columns: Sequence[int], dims: Sequence[int]) -> Places:
-    """Where what goes to each rank lies in a gradient of `layout`, and this rank's tables in `[B, C]`."""
+    """The places of the gradients for each rank in a gradient of `layout`, and those of this rank's tables in
+    `[B, C]`."""
     starts, stride = embedding_layout.place("sbc", 0, b, [columns[rank]], dims)
     return replace(places_of(layout, rank, b, columns, dims), starts=tuple(starts), stride=stride)

@@ -58,8 +58,8 @@ class ReducedProblem(PooledProblem):
 
 
 def _configs(problem: ReducedProblem) -> Iterator[BagSumsConfig]:
-    """Differ in how many rows are on their way in a multiprocessor. In one exchange each rank receives as
-    much as in two from W - 1 ranks, half of that from one."""
+    """Configurations with different numbers of rows that a multiprocessor loads at a time. In one exchange a
+    rank receives W / 2 times the bytes of two exchanges."""
     config = BagSumsConfig(once=problem.everywhere and problem.world == 2)
     yield config
     yield replace(config, tile=256, unroll=8, warps=1, per_sm=32)
@@ -108,7 +108,7 @@ class Reduced:
         self._shape = rows, problem.columns
 
     def __call__(self, tables: Tables) -> list[Tensor] | None:
-        """None where it has to be left to torch while a graph is captured."""
+        """The results; None if a graph is captured and torch has to run the call."""
         launcher, problem = self._launcher, self._problem
         if launcher.enter() is None:
             return None

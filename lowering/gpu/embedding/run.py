@@ -46,10 +46,10 @@ class Exchange:
     def again(
         self, weights: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor]
     ) -> Tensor | None:
-        """As `__call__`, of a call like one before that was not captured, in the shortest way; None where the
-        call has to be prepared anew."""
+        """As `__call__`, but repeats a launch of an earlier call that was not captured. None if the call has
+        to be prepared anew."""
         launcher = self._launcher
-        # What is put must come after the last fused call, which may read what lay there.
+        # The last fused call may read the old descriptors, so new ones must be stored behind it.
         if self._words is None or not (launcher.is_next() and launcher.goes_on()):
             return None
         words = self._words.of(weights, indices, offsets)
@@ -60,7 +60,7 @@ class Exchange:
         return None if found is None else found[0]
 
     def __call__(self, tables: Tables, trace: Tensor | None = None) -> Tensor | None:
-        """None where it has to be left to torch while a graph is captured."""
+        """The result; None if a graph is captured and torch has to run the call."""
         launcher, problem = self._launcher, self._problem
         if launcher.enter(trace=trace) is None:
             return None
@@ -81,7 +81,7 @@ class Exchange:
 
 
 def variant_of(problem: Hashable, tables: Tables, traced: bool = False) -> Hashable:
-    """What a kernel is compiled for."""
+    """All properties of a call for which its kernel is compiled."""
     return (
         *(problem, tuple(tables.dims), tables.kinds(), tables.aligned(), tables.indices[0].dtype),
         *(tables.mode, bool(tables.samples), tables.last, not traced),
@@ -89,7 +89,7 @@ def variant_of(problem: Hashable, tables: Tables, traced: bool = False) -> Hasha
 
 
 def made(way: Way, problem: Hashable, tables: Tables, site: str) -> Hashable:
-    """Under which `workspace.calls` has an `Exchange`."""
+    """The key of an `Exchange` in `workspace.calls`."""
     return "made", way.name, variant_of(problem, tables), tables.padding, site
 
 
@@ -121,7 +121,7 @@ def exchange_backward(
     site: str,
     trace: Tensor | None = None,
 ) -> list[Tensor] | None:
-    """`tables.weights`, filled or updated, and with `keep` what was exchanged; None as in `exchange`."""
+    """`tables.weights`, filled or updated, and with `keep` the exchanged tensor; None as in `exchange`."""
     columns, dims, rank = problem.columns, tables.dims, workspace.rank
     merged = way.name == MERGED_NCCL
     variant = (

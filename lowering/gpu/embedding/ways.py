@@ -23,7 +23,7 @@ BACKWARD = "all_to_all_embedding_bag_backward"
 UPDATE = "all_to_all_embedding_bag_update"
 
 TORCH_NCCL = "torch+nccl"
-"""What the op replaces: kernels for every table, a collective and a copy."""
+"""Name of the way that the op replaces: kernels for every table, a collective and a copy."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class ExchangeProblem(OfOp):
     k: ClassVar[int] = 1
     """Measured points have m bags in all, and n columns a rank."""
     is_whole: ClassVar[bool] = False
-    """Ranks do not know the indices of each other."""
+    """The time depends on the indices of all ranks, which a rank does not know."""
     most_bytes: ClassVar[int] = 2 * MOST_BYTES
-    """Both halves of the inbox with what lies unused at their ends; `kernels` asks for the rows alone."""
+    """For both halves of the inbox with the unused bytes at their ends. `kernels` limits the rows alone."""
 
     @property
     def world(self) -> int:
@@ -77,5 +77,5 @@ class ExchangeProblem(OfOp):
         return self.op
 
     def rounded(self) -> ExchangeProblem:
-        """Itself: a call measures its own indices, which count for all that follow."""
+        """The problem itself. A call is measured with its own indices; the times hold for all later calls."""
         return self

@@ -21,7 +21,7 @@ def _rows(p: ExchangeProblem, name: str, together: bool) -> Rows:
 
 
 def kernel_work(config: Any, p: ExchangeProblem) -> Work:
-    """The kernel that exchanges, too."""
+    """The work of a kernel that pools and exchanges."""
     return _rows(p, "kernel", True)
 
 

@@ -34,16 +34,16 @@ from .ways import OP, Kept
 _dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 TOLD = "gradients of all ranks"
-"""What the hosts exchange, for messages."""
+"""The word in messages for the values that the hosts exchange."""
 
 
 class Step:
     """A step that the kernel has made, with a gradient for each parameter.
 
-    told: what this rank has told the others; rates, words, rows: what the kernel was told, and which rates
-    each tensor has; table: where the buckets are; sizes: of what a step keeps until it ends; long: makes a
-    step on which the ranks have agreed.
-    """
+    told: the message of this rank to the others; rates, words, rows: the rates and descriptors that the
+    kernel was given, and the row of rates of each tensor; table: the words of buckets; sizes: of the memory
+    that a step keeps until it ends; long: makes a step on which the ranks have agreed, without a prepared
+    launch."""
 
     def __init__(
         self, workspace: GpuWorkspace, launcher: Launcher, args: ReduceUpdateGather, told: Sequence[int],
@@ -63,9 +63,9 @@ class Step:
         self._nothing = torch.empty(0, device=args.device)
 
     def again(self, args: ReduceUpdateGather) -> Tensor | None:
-        """What the op returns; None where the step has to go the whole way. Then this rank has told the
-        others nothing. Raises Disagreement on all ranks, as the whole way does."""
-        # What is put must come after the last fused call, which may read what lay there.
+        """Makes the step and returns the op's result. None if the step has to go the long way; then this rank
+        has told the others nothing. Raises Disagreement on all ranks, as the long way does."""
+        # The last fused call may read the old descriptors, so new ones must be stored behind it.
         if not (self._launcher.is_short and self._launcher.is_next() and self._launcher.goes_on()):
             return None
         grads = self._addresses(args.grads)
@@ -87,7 +87,7 @@ class Step:
         return self._nothing
 
     def _addresses(self, grads: Sequence[Tensor | None]) -> list[int] | None:
-        """None for gradients that kernels do not take as they are, or of other dtypes than before."""
+        """The addresses of the gradients. None if one is not as kernels take it, or has a new dtype."""
         if any(map(is_, grads, repeat(None))):
             return None
         given: Sequence[Tensor] = grads  # type: ignore[assignment]
@@ -108,7 +108,7 @@ class Step:
 
 
 def step_kind(args: ReduceUpdateGather) -> Hashable:
-    """Of steps that a `Step` may make again; None for those that none makes."""
+    """The key of steps that a `Step` may repeat; None for steps that are never repeated."""
     if args.numbers.is_cuda or args.wants_norm:
         return None
     return OP, "step", *map(id, args.params), args.rule, args.reduce_op, args.group_name, args.site

@@ -37,7 +37,7 @@ from .ways import DTYPES, OP, Clipping, UpdateProblem, kept_of, kernel_of
 
 @cache
 def is_measured(kind: str) -> bool:
-    """Whether points of a kernel are shipped. Before that no step takes it, and the reference agrees."""
+    """Whether measured points of the kernel are shipped. If not, no step takes it, and the reference runs."""
     ways = (way for point in shipped("") if point.op.startswith(OP) for way, _ in point.times)
     return any(way.split(" ")[0] == kind for way in ways)
 
@@ -77,8 +77,8 @@ def update_call(args: ReduceUpdateGather) -> GpuCall | None:
 
 
 def agree(workspace: GpuWorkspace, args: ReduceUpdateGather, buckets: Buckets) -> list[int]:
-    """What this rank has told the others. Raises Disagreement on all ranks where they cannot go on. Nothing
-    has been written."""
+    """Lets the ranks agree on a step, and returns the message of this rank. Raises Disagreement on all ranks
+    if they cannot go on; no tensor has changed then."""
     check(args, buckets, math_dtype(args.params))
     codes = [agreement.code(p, g) for p, g in zip(args.params, args.grads, strict=True)]
     mine = tell(args, buckets, codes)
@@ -106,7 +106,7 @@ def call_of(
     workspace: GpuWorkspace, problem: UpdateProblem, args: ReduceUpdateGather, buckets: Buckets,
     told: Sequence[int],
 ) -> GpuCall:  # fmt: skip
-    """The call in all its ways. told: what this rank has told the others."""
+    """The call in all its ways. told: the message of this rank to the others."""
 
     def run(way: Way) -> Tensor | None:
         return _run(workspace, problem, buckets, told, way, args)
@@ -121,7 +121,7 @@ def _run(
     workspace: GpuWorkspace, problem: UpdateProblem, buckets: Buckets, told: Sequence[int], way: Way,
     args: ReduceUpdateGather,
 ) -> Tensor | None:  # fmt: skip
-    """In the kernel; None if it cannot be captured."""
+    """Makes the step in a kernel; None if it cannot be captured."""
     rule, mean, own = RULES[args.rule], args.reduce_op == "avg", len(RULES[args.rule].states)
     unit, capturing = unit_of(buckets), torch.cuda.is_current_stream_capturing()
     table = table_of(workspace, buckets, capturing)
@@ -175,7 +175,7 @@ def _check(norm: Tensor) -> None:
 
 
 def _nothing() -> None:
-    """What a step checks that takes any norm."""
+    """The check of a step that takes any norm."""
 
 
 def table_of(workspace: GpuWorkspace, buckets: Buckets, capturing: bool) -> Tensor | None:

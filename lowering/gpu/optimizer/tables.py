@@ -59,7 +59,8 @@ def tensor_words(
     params: Sequence[Tensor],
     rows: Sequence[int],
 ) -> bytes:
-    """What the kernel calls words. Gradients and parameters are contiguous; rows: of numbers, by tensor."""
+    """The descriptors that the kernel takes as `words`. Gradients and parameters are contiguous; rows: the
+    row of numbers of each tensor."""
     words = array("q", _template(buckets, rank, tuple(rows)))
     first = len(buckets.starts)
     words[first :: FIELDS.value] = array("q", [0 if g is None else g.data_ptr() for g in grads])
@@ -78,8 +79,8 @@ def _template(buckets: Buckets, rank: int, rows: tuple[int, ...]) -> array[int]:
 
 
 def rates_of(numbers: Tensor) -> tuple[bytes, list[int]]:
-    """Different rows of numbers, fp32, up to a place where a tensor may begin; and which of them each tensor
-    has."""
+    """The distinct rows of numbers in fp32, padded so that a tensor may follow, and the index of the row of
+    each tensor."""
     if numbers.shape[0] and not numbers.stride(0):
         return _floats(numbers.numpy()[0].tolist()), [0] * numbers.shape[0]
     known: dict[tuple[float, ...], int] = {}

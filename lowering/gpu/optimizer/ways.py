@@ -25,17 +25,17 @@ from autofuse.native_kernels.triton.update_parts import LENGTH
 OP = "reduce_update_gather"
 
 TORCH_NCCL = "torch+nccl"
-"""What the kernel replaces: flat copies, collectives, and kernels of torch."""
+"""Name of the way that the kernel replaces: flat copies, collectives, and kernels of torch."""
 
 
 WITH_CLIPPING = ", clipped"
-"""What points of such calls have behind the rule."""
+"""Stands behind the rule in the points of calls that clip gradients."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a step keeps until it ends: squares, in float64; sums, or directions, of the elements that this
-    rank owns, and a number for each tensor, in float32. They lie in one tensor of float64."""
+    """The memory that a step keeps until it ends: squares in float64; sums or directions of the elements that
+    this rank owns, and a number for each tensor, in float32. All lie in one tensor of float64."""
 
     squares: int = 0
     owned: int = 0
@@ -47,7 +47,7 @@ class Kept:
 
     @property
     def _floats(self) -> tuple[int, int, int]:
-        """Up to a place where a tensor may begin."""
+        """The numbers of float32 of the three parts, padded so that the next part is aligned."""
         counts = (2 * self.squares, self.owned, self.tensors)
         return tuple(-(-n // 4) * 4 for n in counts)  # type: ignore[return-value]
 
@@ -74,7 +74,8 @@ class OfElements(OfOp):
         return max(1, self.elements)
 
     def rounded(self) -> None:
-        """A step changes parameters, so that no training tries the ways. `autofuse bench optimizer` does."""
+        """None: a step changes parameters, so a training cannot try ways. `autofuse bench optimizer` measures
+        them."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _packets_work(p: UpdateProblem) -> Work:
 
 
 def _configs(problem: UpdateProblem) -> Iterator[UpdateConfig]:
-    """Differ in how many buckets are on their way in a multiprocessor."""
+    """Configurations with different numbers of buckets that a multiprocessor loads at a time."""
     yield UpdateConfig()
     yield UpdateConfig(per_sm=3)
 
@@ -163,7 +164,8 @@ def kept_of(
 
 
 def _launch(launch: Callable[..., None]) -> Callable[..., None]:
-    """What a record has, of a function that takes the memory first, and the configuration behind operands."""
+    """The `launch` of a kernel's record, given a function that takes the memory first, and the configuration
+    behind the operands."""
 
     def run(at: Launch, config: UpdateConfig | UpdatePacketsConfig, *operands: Any) -> None:
         launch(at.memory, *operands, config, at.site, at.compile_only)
@@ -236,7 +238,7 @@ def _kernel(
 
 BUCKETS = _kernel("buckets", _launch(launch_update_exchange), "update_exchange")
 PACKETS = _packets("packets", update_packets_needs, _launch(launch_update_packets), "update_packets")
-"""Of the rules and calls that `BUCKETS` runs."""
+"""The kernel of packets, for the rules and calls that `BUCKETS` runs."""
 CLIPPED = _kernel("clipped", _launch_clipped, "clipped_update", waits=True)
 LAMB = _kernel("lamb", _launch_lamb, "lamb_update")
 LAMB_PACKETS = _packets("lamb_packets", lamb_packets_needs, _launch_lamb_packets, "lamb_packets")
@@ -250,4 +252,4 @@ def kernel_of(rule: str, clips: bool) -> Kernel[UpdateProblem, UpdateConfig]:
 
 
 DTYPES = tuple(KINDS)
-"""That gradients and parameters may have."""
+"""Dtypes that gradients and parameters may have."""

@@ -56,7 +56,7 @@ def whole_update_call(args: AllReduceUpdate) -> GpuCall | None:
 def _run(
     workspace: GpuWorkspace, problem: WholeUpdateProblem, buckets: Buckets, way: Way, args: AllReduceUpdate
 ) -> tuple[Tensor, Tensor] | None:
-    """In a kernel; None if it cannot be captured."""
+    """Makes the update in a kernel; None if it cannot be captured."""
     unit, capturing = unit_of(buckets), torch.cuda.is_current_stream_capturing()
     mean, on_device = args.reduce_op == "avg", _is_there(args.numbers)
     table = table_of(workspace, buckets, capturing)

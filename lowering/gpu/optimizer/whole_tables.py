@@ -30,8 +30,8 @@ def whole_words(
     buckets: Buckets, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Tensor],
     rows: Sequence[int], sums: Tensor, keep_sums: Sequence[bool],
 ) -> bytes:  # fmt: skip
-    """What the kernels call words. All tensors are contiguous; states, rows, sums and keep_sums: as
-    `AllReduceUpdate` has them."""
+    """The descriptors that the kernels take as `words`. All tensors are contiguous; states, rows, sums and
+    keep_sums: as in `AllReduceUpdate`."""
     count = len(params)
     words = array("q", _template(buckets, tuple(rows)))
     words[GRADIENT.value :: _FIELDS] = array("q", [g.data_ptr() for g in grads])
@@ -48,7 +48,7 @@ def whole_words(
 
 
 def rows_of_numbers(numbers: Tensor) -> bytes:
-    """Numbers [rows, .] on the host, as fp32, up to a place where a tensor may begin."""
+    """Numbers [rows, .] on the host, in fp32. Their size is such that a tensor may follow."""
     assert numbers.shape[1] * 4 % ALIGNED == 0
     return bytes(numbers.float().contiguous().numpy().tobytes())
 

@@ -25,7 +25,7 @@ from autofuse.native_kernels.triton.whole_update_packets import (
 from .ways import TORCH_NCCL, OfElements
 
 DTYPES = tuple(KINDS)
-"""That gradients and parameters may have."""
+"""Dtypes that gradients and parameters may have."""
 
 
 @dataclass(frozen=True)
