@@ -21,6 +21,7 @@ from autofuse.lowering.runs import SiteKey
 from autofuse.lowering.torch_internals import group_world
 
 from . import opaque
+from .bag_sizes import sizes_from_offsets
 from .between import fusing_order, with_common_sizes
 from .choice.choose import Symbols, choose, saved_us, symbols_of
 from .counting_sort import count_to_sort
@@ -110,6 +111,7 @@ def fuse(
     start = time.perf_counter()
     returned = Returned(graph)
     if settings.policy != "never":
+        sizes_from_offsets(graph)
         narrow_collectives(graph)
         forward_pieces(graph)
         split_foreach(graph)

@@ -105,15 +105,23 @@ class Shapes:
         self._assumed: dict[sympy.Expr, sympy.Expr] = {}
         self._meaning: dict[sympy.Symbol, Size] = {}
 
-    def assume_cut(self, length: Size, world: int, part: Size) -> None:
-        """Assume `length == world * part` where that is not proved; else the collective would raise."""
+    def assume_cut(self, length: Size, world: int, part: Size, own: bool = False) -> None:
+        """Assume `length == world * part` where that is not proved; else the collective would raise. `own`:
+        other ranks may have other multiples of the length, from which nothing must follow."""
+        count, runs = part.as_coeff_Mul() if isinstance(part, sympy.Mul) else (1, part)
+        if count != 1 and isinstance(runs, (sympy.Symbol, sympy.Function)):
+            entries = exact_quotient(length, count)
+            length, part = (length, part) if entries is None else (entries, runs)
         whole = exact_quotient(length, world)
         if isinstance(length, sympy.Expr) and whole is None:
             # `coefficient * rest` is a multiple of `world`, so `rest` is a multiple of `divisor`.
-            coefficient, rest = length.as_coeff_Mul()
+            coefficient, rest = length.primitive()
+            if own and coefficient != 1:
+                return
             divisor = world // math.gcd(int(coefficient), world)
             symbol = sympy.Dummy("part", integer=True, positive=True)
-            self._assumed[rest] = divisor * symbol
+            constant, varying = rest.as_coeff_Add()  # such as s - 1 bags of s offsets
+            self._assumed[varying] = divisor * symbol - constant
             if coefficient == 1 and isinstance(part, sympy.Function):
                 self._assumed[part] = symbol  # s // 3 in 4 parts is s // 12: not derived from the above
             self._meaning[symbol] = part if coefficient == 1 else torch_internals.floor_divide(rest, divisor)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from .anchors import Anchor, is_collective
-from .follow import WAIT
+from .follow import WAIT, tensor
 
 
 def between(n: fx.Node, below: fx.Node) -> frozenset[fx.Node]:
@@ -103,7 +103,7 @@ def outside_reader(anchor: Anchor, leaves: Sequence[fx.Node]) -> fx.Node | None:
         if node not in inside:
             inside.add(node)
             if node not in leaves:
-                work.extend(node.all_input_nodes)
+                work.extend(n for n in node.all_input_nodes if tensor(n) is not None)  # no sizes of views
     return next((u for n in inside for u in n.users if u not in inside and u is not anchor.node), None)
 
 

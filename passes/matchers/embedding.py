@@ -197,7 +197,7 @@ def _rewrite(anchor: Anchor, context: Context, sent: Sent, cut: Cut, emitter: Em
     part = cut.rest.shape[0]
     columns: list[Size] = [sum(widths)] * context.world
     if not anchor.even:
-        per_part = [exact_quotient(expression(s), part) for s in anchor.output_splits]
+        per_part = [exact_quotient(shapes.size(s), part) for s in anchor.output_splits]
         if len(layout.dims) != 1 or any(p is None for p in per_part):
             raise CannotEmit("uneven parts that are no flat runs of bags")
         columns = [p for p in per_part if p is not None]

@@ -13,8 +13,8 @@ from autofuse.lowering.cpu import support as cpu
 from autofuse.passes.choice.cost_model import Step
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import Shapes, aten, expression, tensor
-from autofuse.passes.graph.layout import Size, same_size
+from autofuse.passes.graph.follow import Shapes, aten, expression, is_reshape, tensor
+from autofuse.passes.graph.layout import Size, exact_quotient, prod, same_size
 from autofuse.passes.reasons import Reason, Reject
 from autofuse.passes.settings import Settings
 
@@ -60,8 +60,36 @@ def _shapes(anchor: Anchor, world: int) -> Shapes:
     for splits, val in ((anchor.input_splits, source), (anchor.output_splits, result)):
         sizes = [expression(s) for s in splits]
         if sizes and val is not None and all(same_size(s, sizes[0]) for s in sizes):
-            shapes.assume_cut(expression(val.shape[0]), world, sizes[0])
+            shapes.assume_cut(expression(val.shape[0]), world, sizes[0], own=val.dim() == 1)
+    if anchor.kind == "all_to_all":
+        _assume_views(anchor, world, shapes)
     return shapes
+
+
+def _assume_views(anchor: Anchor, world: int, shapes: Shapes) -> None:
+    """Views round a collective keep the number of elements: one of `[s, C]` as `[W, s // W, C]` requires that
+    `s` is a multiple of `W`."""
+    for first, following in ((anchor.input, _above), *((node, _below) for node in anchor.results)):
+        part = exact_quotient(_elements(first), world)
+        node: fx.Node | None = first
+        while node is not None and part is not None:
+            if not same_size(_elements(node), world * part):
+                shapes.assume_cut(_elements(node), world, part, own=True)
+                break
+            node = following(node)
+
+
+def _above(node: fx.Node) -> fx.Node | None:
+    return node.all_input_nodes[0] if is_reshape(node) or node.target is aten.clone.default else None
+
+
+def _below(node: fx.Node) -> fx.Node | None:
+    return next(filter(is_reshape, node.users), None)
+
+
+def _elements(node: fx.Node) -> Size:
+    val = tensor(node)
+    return 0 if val is None else prod(map(expression, val.shape))
 
 
 @dataclass(frozen=True)

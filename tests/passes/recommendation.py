@@ -90,6 +90,23 @@ class Tables(nn.Module):
         sent = [LOCAL_BATCH * columns[rank]] * world
         return self.per_source(exchange(mine, received, sent), received)
 
+    def of_batch(self, pooled: list[Tensor]) -> Tensor:
+        """Sizes are computed from a batch that varies. Rank 0 has an even number of columns, others an odd
+        one."""
+        world, mine = dist.get_world_size(), torch.cat(pooled, 1)
+        batch = mine.shape[0] // world
+        if self.how == "of_parts":
+            mine = mine.view(world, batch, -1)
+        received = [batch * sum(self.dims_of_rank(r)) for r in range(world)]
+        out = exchange(mine.reshape(-1), received, [received[dist.get_rank()]] * world)
+        return torch.cat([t.view(batch, -1) for t in out.split(received)], 1)
+
+    of_parts = of_batch
+
+    @staticmethod
+    def dims_of_rank(rank: int) -> list[int]:
+        return [8, 12] if rank == 0 else [3, 4, 12]
+
     def rows(self, pooled: list[Tensor]) -> Tensor:
         world = dist.get_world_size()
         out = exchange(torch.cat(pooled, 1)).view(world, LOCAL_BATCH, -1)
@@ -136,7 +153,11 @@ def tables(
     def build(world: int, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch.manual_seed(rank)
         count = TABLES - (rank > 0) if how == "uneven" else TABLES
-        model = Tables(how, (dims or [DIM] * TABLES)[:count], weighted, mode, **bag)
+        mine = (dims or [DIM] * TABLES)[:count]
+        if how in OF_BATCH:
+            mine = Tables.dims_of_rank(rank)
+            count = len(mine)
+        model = Tables(how, mine, weighted, mode, **bag)
         batch = LOCAL_BATCH * world
         last = bag.get("include_last_offset", False)
         shape = (batch * POOLING,) if offsets else (batch, POOLING)
@@ -147,6 +168,8 @@ def tables(
 
     return build
 
+
+OF_BATCH = ("of_batch", "of_parts")
 
 TRAIN = ({"forward": [FORWARD], "backward": [BACKWARD]},)
 INFER = ({"inference": [FORWARD]},)
@@ -204,4 +227,11 @@ PROGRAMS: dict[str, Program] = {
     ),
     "pooled rows also read": Program(tables("pooled_also_read"), *INFER),
     "dynamic, training": Program(tables("rows"), *TRAIN, grad=True, dynamic=True),
+    **{
+        f"{how}{', last offset' * last}, dynamic, training": Program(
+            tables(how, include_last_offset=last), *TRAIN, grad=True, dynamic=True, worlds=(2, 4)
+        )
+        for how in OF_BATCH
+        for last in (False, True)
+    },
 }

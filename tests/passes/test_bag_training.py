@@ -14,7 +14,8 @@ from torch import Tensor
 import autofuse
 from tests.ranks import RankPool
 
-from .recommendation import BACKWARD, FORWARD, ROWS, exchange, tables
+from .harness import became, fake_group
+from .recommendation import BACKWARD, FORWARD, OF_BATCH, ROWS, exchange, tables
 
 
 def _steps(patterns: list[str], world: int, rank: int, options: dict) -> list[Tensor]:
@@ -110,3 +111,13 @@ CASES = {
 def test_training(ranks: Callable[[int], RankPool], name: str) -> None:
     patterns, options = CASES[name]
     assert ranks(2).run(_train, patterns, options, timeout=200) == [patterns] * 2
+
+
+@pytest.mark.parametrize("how", OF_BATCH)
+def test_bags_whose_number_is_read(how: str) -> None:
+    """The op pools them: it, and not torch, has their rows."""
+    dynamic = torch._dynamo.config.patch(assume_static_by_default=False)
+    with fake_group(2), dynamic, autofuse.config.patch(policy="always"):
+        fn, args = tables(how, include_last_offset=True)(2, 0)
+        report = autofuse.explain(fn, backward=True)(*args)
+    assert became(report) == [(FORWARD, ""), (BACKWARD, "")]
