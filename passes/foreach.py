@@ -28,6 +28,12 @@ _ALONE |= {
     for name in ("sqrt", "neg", "reciprocal")
 }
 _NORM = aten._foreach_norm.Scalar
+_PRODUCTS: dict[object, Callable[..., Any]] = {
+    aten._foreach_addcmul.Scalar: aten.mul.Tensor,  # Inductor makes it of _foreach_lerp, too
+    aten._foreach_addcmul.ScalarList: aten.mul.Tensor,
+    aten._foreach_addcdiv.Scalar: aten.div.Tensor,
+    aten._foreach_addcdiv.ScalarList: aten.div.Tensor,
+}
 
 
 def split_foreach(graph: fx.Graph) -> None:
@@ -35,7 +41,7 @@ def split_foreach(graph: fx.Graph) -> None:
     if not any(anchor.kind in ("all_reduce", "reduce_scatter") for anchor in find_anchors(graph)):
         return
     for node in list(graph.nodes):
-        if node.target in _ALONE or (node.target is _NORM and _is_plain(node)):
+        if node.target in (*_ALONE, *_PRODUCTS) or (node.target is _NORM and _is_plain(node)):
             _split(node)
 
 
@@ -57,6 +63,11 @@ def _split(node: fx.Node) -> None:
         if node.target is _NORM:
             total = emitter.call(aten.sum.default, emitter.call(aten.pow.Tensor_Scalar, args[0], 2))
             new = emitter.call(aten.sqrt.default, total)
+        elif node.target in _PRODUCTS:
+            start, a, b, *value = args
+            new = emitter.call(_PRODUCTS[node.target], a, b)
+            new = emitter.call(aten.mul.Tensor, new, value[0]) if value else new
+            new = emitter.call(aten.add.Tensor, start, new)
         else:
             new = emitter.call(_ALONE[node.target], *args, **node.kwargs)
         new.meta.update(origin(node.meta))

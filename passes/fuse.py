@@ -44,6 +44,7 @@ from .reads import read_at_once
 from .reasons import Reason, Reject
 from .report import GraphReport, Listing, Prediction, Site, listening
 from .returned import Returned
+from .scaled_pieces import scale_pieces
 from .schedules.layouts import UNKNOWN, Layouts
 from .schedules.schedule import AUTO, WITH_TAILS, Basis, Prover, fixed
 from .schedules.search import Search
@@ -115,6 +116,7 @@ def fuse(
         narrow_collectives(graph)
         forward_pieces(graph)
         split_foreach(graph)
+        scale_pieces(graph)
         sum_first(graph)
         count_to_sort(graph)
     parts = split_packed(graph) if settings.policy != "never" else []

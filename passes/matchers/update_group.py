@@ -19,8 +19,9 @@ from .sum_parts import elements, overlap, parts_of
 from .update_algebra import Coefficient
 from .update_clip import Limits, Norms
 from .update_norms import NotARule
-from .update_rule import Update, is_read, scaled_late, symbols_in, update_of
+from .update_rule import Update, is_read, scaled_late, symbols_in
 from .update_runs import run_of
+from .update_search import update_of
 
 
 @dataclass(frozen=True)

@@ -119,13 +119,6 @@ def check_update(anchor: Anchor, context: Context, becomes: dict[fx.Node, fx.Nod
     return None
 
 
-def update_of(anchor: Anchor, context: Context) -> Update | Reject:
-    """The update of inputs of the graph by what is reduced."""
-    becomes = changed(anchor)
-    reject = check_update(anchor, context, becomes)
-    return find_update(anchor, becomes) if reject is None else reject
-
-
 def find_update(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> Update | Reject:
     """The rule by which all of `becomes` change."""
     old = {node: f"old {node.name}" for node in becomes}

@@ -231,6 +231,14 @@ def flat_scaled(s: State) -> None:
     sgd(s, views(s, whole * clamped(whole.norm())))
 
 
+def flat_averaged(s: State) -> Tensor:
+    """It is a sum that is divided, and read before it is scaled and cut."""
+    whole = buffer(s) * 2 / dist.get_world_size()
+    norm = whole.norm()
+    adamw(s, views(s, whole * clamped(norm)))
+    return norm
+
+
 def flat_by_parts(s: State) -> None:
     gradients = views(s, buffer(s))
     by = clamped(stacked(gradients))
@@ -271,6 +279,8 @@ FUSED: dict[str, Callable[[State], Any]] = {
             flat,
             flat_in_place,
             flat_clipped,
+            flat_scaled,
+            flat_averaged,
             flat_by_parts,
             flat_is_read,
             two_buffers,
@@ -355,7 +365,6 @@ KEPT: dict[str, tuple[Callable[[State], Any], str]] = {
     "with_local": (with_local, "a norm of more than gradients"),
     "reduced_norm": (reduced_norm, "is computed from what is reduced"),
     "on_each_other": (on_each_other, "is computed from"),
-    "flat_scaled": (flat_scaled, "no matmul"),
     "flat_with_loss": (flat_with_loss, "updates no tensor, and is read"),
     "flat_mixed": (flat_mixed, "sgd and momentum are updates of one buffer"),
     "flat_overlapping": (flat_overlapping, "tensors are updated by the same elements"),

@@ -150,6 +150,22 @@ def narrow_moments(s: State) -> None:
     s["p"].copy_(s["p"].float() - LR * m / (v.sqrt() + 0.1))
 
 
+def averaged(s: State) -> None:
+    """The running average of the parameter follows it."""
+    adamw(s)
+    s["w"].lerp_(s["p"], 0.01)
+
+
+def foreach(s: State) -> None:
+    g = [reduced(s, "sum")]
+    torch._foreach_div_(g, 2.0)
+    torch._foreach_lerp_([s["m"]], g, 1 - B1)
+    torch._foreach_mul_([s["v"]], B2)
+    torch._foreach_addcmul_([s["v"]], g, g, 1 - B2)
+    roots = torch._foreach_add(torch._foreach_sqrt([s["v"]]), EPS)
+    torch._foreach_addcdiv_([s["p"]], [s["m"]], roots, -LR)
+
+
 def clipped(s: State) -> None:
     """The factor is computed from the sum."""
     g = reduced(s)
@@ -171,6 +187,8 @@ _FUSED = (
     narrow_sum_is_read,
     master,
     adamw,
+    averaged,
+    foreach,
     adamw_of_tensors,
     adam_with_decay,
     divided,
@@ -261,6 +279,7 @@ def make(rank: int, shape: tuple[int, ...], layout: str) -> State:
     torch.manual_seed(5)
     s = {name: torch.randn(shape) for name in "pm"}
     s["v"], s["t"], s["lr"] = torch.rand(shape), torch.tensor(1.0), torch.tensor(LR)
+    s["w"] = s["p"].clone()
     s |= {"a16": torch.tensor(0.1234).bfloat16(), "b16": torch.tensor(3.1415).bfloat16()}
     if layout == "transposed":
         s |= {name: s[name].t().contiguous().t() for name in "pv"}
