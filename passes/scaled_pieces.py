@@ -35,7 +35,7 @@ def _scale_behind(whole: fx.Node) -> None:
 
 
 def _is_scale(node: fx.Node, whole: fx.Node) -> bool:
-    if node.target not in _SCALES or node.args[0] is not whole:
+    if node.target not in _SCALES or node.args[0] is not whole or whole in node.args[1:]:
         return False
     return all(n is whole or ((val := tensor(n)) is not None and not val.dim()) for n in node.all_input_nodes)
 

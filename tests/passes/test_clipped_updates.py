@@ -239,6 +239,11 @@ def flat_averaged(s: State) -> Tensor:
     return norm
 
 
+def flat_squared(s: State) -> None:
+    whole = buffer(s)
+    sgd(s, views(s, whole * whole))
+
+
 def flat_by_parts(s: State) -> None:
     gradients = views(s, buffer(s))
     by = clamped(stacked(gradients))
@@ -365,6 +370,7 @@ KEPT: dict[str, tuple[Callable[[State], Any], str]] = {
     "with_local": (with_local, "a norm of more than gradients"),
     "reduced_norm": (reduced_norm, "is computed from what is reduced"),
     "on_each_other": (on_each_other, "is computed from"),
+    "flat_squared": (flat_squared, "no matmul"),
     "flat_with_loss": (flat_with_loss, "updates no tensor, and is read"),
     "flat_mixed": (flat_mixed, "sgd and momentum are updates of one buffer"),
     "flat_overlapping": (flat_overlapping, "tensors are updated by the same elements"),
