@@ -39,7 +39,8 @@ def group_size(anchor: Anchor) -> int | Reject:
         unread = f"an argument of {anchor.kind} is no constant, or has no role and not its default"
         return Reject(Reason.UNSUPPORTED_VARIANT, unread)
     if not matchers_of(anchor.kind):
-        return Reject(Reason.NO_COMPUTE, f"no fused op has a {anchor.kind}")
+        instead = ": exchange one tensor, or a flat buffer" if anchor.kind.endswith("_coalesced") else ""
+        return Reject(Reason.NO_COMPUTE, f"no fused op replaces {anchor.kind}{instead}")
     if anchor.problem:
         return Reject(Reason.GROUP_UNKNOWN, anchor.problem)
     if anchor.known_group is None:

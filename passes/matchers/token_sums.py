@@ -57,7 +57,8 @@ def _is_of_torchtitan(n: fx.Node) -> bool:
 def rows_of_experts(n: fx.Node, shapes: Shapes) -> Product | Reject:
     """The contraction of a grouped or batched matmul as rows `[R, N]`."""
     if n.target is not aten.bmm.default and not is_grouped(n.target):
-        return Reject(Reason.NO_COMPUTE, f"{n.name} is no matmul of several experts")
+        instead = "; embedding_bag adds up rows" if n.target is aten.embedding.default else ""
+        return Reject(Reason.NO_COMPUTE, f"{n.name} is no matmul of several experts{instead}")
     found = contraction(n, shapes, batched=True)
     if isinstance(found, Reject):
         return found
