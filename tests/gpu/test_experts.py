@@ -137,14 +137,14 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_dropless_combine(gpu_ranks: Pools, world: int, name: str) -> None:
-    found = gpu_ranks(world).run(dropless_on_gpus.all_ways, KINDS[name], timeout=60)
+    found = gpu_ranks(world).run(dropless_on_gpus.all_ways, KINDS[name], timeout=120)
     assert not (text := complaints(found)), text
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_dropless_combine_of_a_sum(gpu_ranks: Pools, world: int, name: str) -> None:
-    found = gpu_ranks(world).run(dropless_on_gpus.sums, KINDS[name], timeout=60)
+    found = gpu_ranks(world).run(dropless_on_gpus.sums, KINDS[name], timeout=120)
     assert not (text := complaints(found)), text
 
 
