@@ -19,10 +19,45 @@ lamb_terms = lru_cache(maxsize=256)(update_rules.lamb_terms)
 sgd_terms = lru_cache(maxsize=256)(update_rules.sgd_terms)
 
 
-class AdamW(SlicedOptimizer):
-    """As `torch.optim.AdamW`. `params`: parameters, named parameters, or param groups."""
+class Adam(SlicedOptimizer):
+    """As `torch.optim.Adam`. `params`: parameters, named parameters, or param groups.
 
-    _decoupled = True
+    Weight decay is added to the gradient; with `decoupled_weight_decay` it is that of AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        _check(lr=lr, eps=eps, weight_decay=weight_decay)
+        _check_betas(betas)
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay,
+        }  # fmt: skip
+        super().__init__(params, defaults, common)
+
+    def _rule(self, options: dict[str, Any]) -> str:
+        return "amsgrad" if options["amsgrad"] else "adam"
+
+    def _terms(self, options: dict[str, Any]) -> Sequence[Term]:
+        return adam_terms(
+            _betas(options), float(options["eps"]), float(options["weight_decay"]),
+            bool(options["decoupled_weight_decay"]), bool(options["maximize"]),
+        )  # fmt: skip
+
+
+class AdamW(Adam):
+    """As `torch.optim.AdamW`: weight decay does not pass through the moments."""
 
     def __init__(
         self,
@@ -36,42 +71,16 @@ class AdamW(SlicedOptimizer):
         maximize: bool = False,
         **common: Unpack[Common],
     ) -> None:
-        _check(lr=lr, eps=eps, weight_decay=weight_decay)
-        _check_betas(betas)
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
-            "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults, common)
-
-    def _rule(self, options: dict[str, Any]) -> str:
-        return "amsgrad" if options["amsgrad"] else "adam"
-
-    def _terms(self, options: dict[str, Any]) -> Sequence[Term]:
-        return adam_terms(
-            _betas(options), float(options["eps"]), float(options["weight_decay"]), self._decoupled,
-            bool(options["maximize"]),
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True,
+            **common,
         )  # fmt: skip
 
-
-class Adam(AdamW):
-    """As `torch.optim.Adam`: weight decay is added to the gradient."""
-
-    _decoupled = False
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **common)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's: states of Adam may be loaded."""
+        super().__setstate__(state)
+        for options in self.param_groups:
+            options["decoupled_weight_decay"] = True
 
 
 class SGD(SlicedOptimizer):

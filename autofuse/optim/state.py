@@ -18,6 +18,9 @@ SPAN = "span"
 IMPLEMENTATIONS = frozenset({"foreach", "fused", "differentiable"})
 """Arguments of torch's optimizers that ours have not."""
 
+NEWER = ("maximize", "decoupled_weight_decay")
+"""Arguments that states of torch before 1.11 and 2.7 do not have. Those of this optimizer hold then."""
+
 COPIED = (
     "grad_norm", "_group_name", "_average", "_max_norm", "_error_if_nonfinite", "_master_weights",
     "_in_backward", "_capturable", "_batches", "_met", "_waiting", "_known", "_every", "_names",
@@ -125,8 +128,8 @@ class State(torch.optim.Optimizer):
         found = [(batch, i, states[batch.params[i]]) for batch, i, _ in self._numbered()]
         for each in found:
             self._check(*each)
-        # States of torch before 1.11 have no `maximize`.
-        packed = [{"maximize": False, **options} for options in state_dict["param_groups"]]
+        newer = {name: self.defaults[name] for name in NEWER if name in self.defaults}
+        packed = [{**newer, **options} for options in state_dict["param_groups"]]
         for options in packed:
             if missing := sorted(self.defaults.keys() - options.keys() - IMPLEMENTATIONS):
                 raise ValueError(

@@ -25,6 +25,7 @@ EPS = 1e-3
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.05, "betas": (0.8, 0.95), "eps": EPS, "weight_decay": 0.1},
     "Adam": {"lr": 0.05, "eps": EPS, "weight_decay": 0.1, "amsgrad": True},
+    "Adam, decoupled": {"lr": 0.05, "eps": EPS, "weight_decay": 0.1, "decoupled_weight_decay": True},
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
 }
 
@@ -67,9 +68,10 @@ def groups(network: nn.Module) -> list[dict[str, Any]]:
 def _as_torch(rank: int, world: int, name: str, capturable: bool) -> None:
     """Losses and parameters over steps, with groups and a scheduler, as torch's in float64 on all batches."""
     ours, exact = model(), model(torch.float64)
+    kind = name.partition(",")[0]
     given = OPTIONS[name] | ({"lr": torch.tensor(OPTIONS[name]["lr"])} if capturable else {})
-    optimizer = getattr(autofuse.optim, name)(groups(ours), **given, capturable=capturable)
-    reference = getattr(torch.optim, name)(groups(exact), **OPTIONS[name])
+    optimizer = getattr(autofuse.optim, kind)(groups(ours), **given, capturable=capturable)
+    reference = getattr(torch.optim, kind)(groups(exact), **OPTIONS[name])
     schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (optimizer, reference)]
     for step in range(6):
         # As in a captured graph: numbers stay on the device, and ranks compare nothing.
@@ -89,7 +91,7 @@ def _as_torch(rank: int, world: int, name: str, capturable: bool) -> None:
 
     # torch's optimizer goes on from the whole state, and gives the same parameters as ours.
     twin = copy.deepcopy(ours)
-    follower = getattr(torch.optim, name)(groups(twin), **OPTIONS[name])
+    follower = getattr(torch.optim, kind)(groups(twin), **OPTIONS[name])
     follower.load_state_dict(optimizer.full_state_dict())
     train(rank, ours, optimizer, range(6, 7), 1)
     train(0, twin, follower, range(6, 7), world)
