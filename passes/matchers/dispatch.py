@@ -271,10 +271,11 @@ def like_rows(emitter: Emitter, node: fx.Node, columns: Size) -> fx.Node:
 
 
 def _rows_received(layout: Layout, received: tuple[Size, ...]) -> Digits | None:
-    """The digits of the received rows, if a row of X is one received row; else None."""
-    digits, columns = Layout.of(received).digits, layout.dims[2]
-    rows = digits[: len(digits) - len(columns)]
-    return rows if digits == rows + columns else None
+    """The digits of the received rows, if a row of X is one received row; else None. Of a flat tensor, a row
+    is a run of elements."""
+    count = exact_quotient(prod(received), layout.shape[2])
+    matrix = None if count is None else Layout.of(received).reshape((count, layout.shape[2]))
+    return None if matrix is None or matrix.dims[1] != layout.dims[2] else matrix.dims[0]
 
 
 def _chosen(
