@@ -18,7 +18,7 @@ from torch import fx
 
 from autofuse.lowering import host_reads
 
-from .graph.anchors import is_fused_op
+from .graph.anchors import is_collective, is_fused_op
 from .graph.emit import Emitter, erase_unused, order_nodes
 from .graph.follow import Shapes, aten, tensor
 
@@ -44,10 +44,11 @@ def read_at_once(graph: fx.Graph) -> None:
         return
     for op in [node for node in graph.nodes if is_fused_op(node)]:
         numbers = _numbers(op)
-        dependent = _dependent(number.item for number in numbers)
         vectors = list(dict.fromkeys(number.vector for number in numbers))
-        if len(numbers) > 1 and dependent.isdisjoint(vectors) and _are_alike(vectors):
-            _read_before(op, numbers, vectors, dependent)
+        if len(numbers) > 1 and _are_alike(vectors):
+            late = _late(graph, _dependent(number.item for number in numbers))
+            if late.isdisjoint(vectors):
+                _read_before(op, numbers, vectors, late)
 
 
 def _numbers(op: fx.Node) -> list[_Number]:
@@ -101,16 +102,26 @@ def _dependent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _read_before(
-    op: fx.Node, numbers: list[_Number], vectors: list[fx.Node], dependent: set[fx.Node]
-) -> None:
+def _late(graph: fx.Graph, dependent: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that cannot stand before the numbers: those that depend on them, and those that depend on a
+    collective behind the first one that does. Collectives do not change places."""
+    late = set(dependent)
+    behind = False
+    for node in graph.nodes:
+        behind = behind or (node in dependent and is_collective(node))
+        if (behind and is_collective(node)) or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _read_before(op: fx.Node, numbers: list[_Number], vectors: list[fx.Node], late: set[fx.Node]) -> None:
     emitter = Emitter(op, Shapes())
     values = vectors[0] if len(vectors) == 1 else emitter.call(aten.cat.default, vectors)
     starts, end = {}, 0
     for vector in vectors:
         starts[vector] = end
         end += tensor(vector).shape[0]  # type: ignore[union-attr]
-    launched = _launched(op, dependent, {number.item for number in numbers})
+    launched = _launched(op, late, {number.item for number in numbers})
     read = emitter.call(getattr(torch.ops.autofuse, host_reads.OP).default, values, launched)
     selects = []
     for number in numbers:
@@ -121,15 +132,15 @@ def _read_before(
     order_nodes(op.graph)
 
 
-def _launched(op: fx.Node, dependent: set[fx.Node], items: set[fx.Node]) -> list[fx.Node]:
-    """Tensors from which the op is computed and that do not depend on the numbers: inputs of the op, and what
-    is small enough to be stored."""
+def _launched(op: fx.Node, late: set[fx.Node], items: set[fx.Node]) -> list[fx.Node]:
+    """Tensors from which the op is computed and that are not late: inputs of the op, and what is small enough
+    to be stored."""
     found: dict[fx.Node, None] = {}
     seen, stack = {op, *items}, [op]
     while stack:
         node = stack.pop()
         for source in node.all_input_nodes:
-            if source in dependent:
+            if source in late:
                 if source not in seen:
                     seen.add(source)
                     stack.append(source)

@@ -32,10 +32,17 @@ CUDA = _of("kernels", "cuda_ptx", "cuda_ptx_experts")
 
 PASSES = (
     Mutation(
+        "a read of splits makes collectives change places",
+        "reads.py",
+        "if (behind and is_collective(node)) or not late.isdisjoint(node.all_input_nodes):",
+        "if not late.isdisjoint(node.all_input_nodes):",
+        _of("passes", "reads"),
+    ),
+    Mutation(
         "splits are read before the splits from which they are computed",
         "reads.py",
-        "if len(numbers) > 1 and dependent.isdisjoint(vectors) and _are_alike(vectors):",
-        "if len(numbers) > 1 and _are_alike(vectors):",
+        "if late.isdisjoint(vectors):",
+        "if numbers:",
         _of("passes", "reads"),
     ),
     Mutation(

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from .experts import TOKENS, TOP, D, Dropless
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .experts import DISPATCH, TOKENS, TOP, D, Dropless, OneExpert, exchange
 from .test_on_gpus import WORLD, explained, needs_grouped_mm, tokens
 
 pytestmark = needs_grouped_mm
 
 
-def forward_graph(chained: bool) -> list[str]:
-    report = explained(lambda: Dropless(sorts=True, chained=chained), tokens())
-    assert len(report.fused) == 4, report
+def forward_graph(build: Callable[[], nn.Module]) -> list[str]:
+    report = explained(build, tokens())
+    assert len(report.fused) >= 2, report
     (graph,) = (g for g in report.graphs if g.kind == "forward")
     return [line for line in str(graph.after).splitlines() if not line.startswith("#")]
 
@@ -28,7 +34,7 @@ def numbers(lines: list[str]) -> list[str]:
 
 def test_a_layer_reads_all_splits_in_one_copy() -> None:
     """The GPU gathers the rows that are sent while the host waits for the copy."""
-    lines = forward_graph(chained=False)
+    lines = forward_graph(lambda: Dropless(sorts=True))
     assert sorted(numbers(lines)) == [f"read_default, 0, {i}" for i in range(2 * WORLD)]
     (sent,) = (i for i, line in enumerate(lines) if f"[{TOKENS * TOP}, {D}] = aten.index.Tensor" in line)
     (read,) = (i for i, line in enumerate(lines) if "= autofuse.read(" in line)
@@ -36,6 +42,32 @@ def test_a_layer_reads_all_splits_in_one_copy() -> None:
 
 
 def test_splits_that_are_computed_from_splits_are_read_behind_them() -> None:
-    lines = forward_graph(chained=True)
+    lines = forward_graph(lambda: Dropless(sorts=True, chained=True))
     assert not any("autofuse.read" in line for line in lines)
     assert len(set(numbers(lines))) == 2 * WORLD
+
+
+class Told(OneExpert):
+    """Scores are exchanged with the same splits as rows, and rows are reduced behind that exchange."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, chosen = self.gate(x).float().softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        with torch.no_grad():
+            counts = F.one_hot(chosen, self.world).sum(0)
+            received = exchange(counts)
+            inputs, outputs = counts.tolist(), received.tolist()
+        scores = exchange(score[order][:, None], outputs, inputs)
+        reduced = funcol.all_reduce(x.detach(), "sum", "0")
+        rows = exchange(x[order] + reduced[order], outputs, inputs)
+        end = received.sum(0, keepdim=True).to(torch.int32)
+        y = torch._grouped_mm(torch._grouped_mm(rows, self.w1, offs=end).relu(), self.w2, offs=end)
+        back = exchange((y * scores).to(y.dtype), inputs, outputs)
+        return torch.zeros_like(x).index_add(0, order, back)
+
+
+def test_collectives_do_not_change_places() -> None:
+    found = (re.search(r"= (?:autofuse|_c10d_functional)\.(\w+)\(", line) for line in forward_graph(Told))
+    calls = [each[1] for each in found if each and each[1] != "wait_tensor"]
+    exchanged = "all_to_all_single"
+    assert calls == [exchanged, "read", exchanged, "all_reduce", DISPATCH, exchanged]
