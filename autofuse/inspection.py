@@ -138,6 +138,7 @@ def _compile_without_code(
     inputs = given(gm, example_inputs)
     basis = Basis(inputs.of_graph, compared=may_rest(chosen, inputs))
     fusion, patches = fusion_pass(number, chosen, patches, basis)
+    shapes: list[torch.Size | None] = []
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         # Taken before the passes, which may leave outputs of a fused op without metadata.
@@ -145,7 +146,7 @@ def _compile_without_code(
         values = pytree.tree_map(functools.partial(_value, gm), gm.graph.output_node().args[0])
         with fusion.compiling(graph_kind(kwargs)):
             torch_internals.run_post_grad_passes(gm, example_inputs, kwargs.get("is_inference", False))
-        return _returns_zeros(values)
+        return _returns_zeros(values, graph_kind(kwargs), shapes)
 
     return torch_internals.compile_fx(gm, example_inputs, compile_graph, patches)
 
@@ -157,10 +158,19 @@ def _value(gm: fx.GraphModule, node: Any) -> Any:
     return getattr(gm, node.target) if node.op == "get_attr" else node.meta["val"]
 
 
-def _returns_zeros(values: Sequence[Any]) -> Callable[..., Any]:
+def _returns_zeros(values: Sequence[Any], kind: str, shapes: list[torch.Size | None]) -> Callable[..., Any]:
+    """Zeros in place of `values`. shapes: of the inputs of the last forward call. The backward graph returns
+    their gradients. Autograd compares the shapes, and a size that is read from a tensor is a guess here."""
+
     def zeros(inputs: list[Any]) -> list[Any]:
+        if kind == "forward":
+            shapes[:] = [t.shape if isinstance(t, torch.Tensor) else None for t in inputs]
         inputs.clear()
-        return [_zero(value) for value in values]
+        found = [_zero(value) for value in values]
+        if kind == "backward" and len(found) == len(shapes):
+            pairs = zip(found, shapes, strict=True)
+            return [z.new_zeros(s) if s is not None and isinstance(z, torch.Tensor) else z for z, s in pairs]
+        return found
 
     zeros._boxed_call = True  # type: ignore[attr-defined]
     return zeros

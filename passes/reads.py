@@ -1,8 +1,8 @@
 """Reads the splits of a fused op from a GPU in one copy, as late as possible.
 
-`splits.tolist()` is a copy of one number in a graph, once for each rank, and the host waits for every copy.
-The GPU has nothing to do from the first wait to the launch of the fused op. So all numbers are copied at
-once, behind all kernels that the fused op needs and that do not depend on the numbers:
+In a graph, `splits.tolist()` is one copy for each rank, and the host waits for every copy. The GPU has
+nothing to do from the first wait to the launch of the fused op. So all numbers are copied at once. The copy
+stands behind all kernels that the fused op needs and that do not depend on the numbers:
 
     before    v -> copy, wait, copy, wait, ...  w -> copy, wait, ...  kernels of x  more kernels  fused op
     after     v, w  kernels of x                      copy of (v, w), wait          more kernels  fused op
@@ -23,8 +23,8 @@ from .graph.emit import Emitter, erase_unused, order_nodes
 from .graph.follow import Shapes, aten, tensor
 
 MOST_STORED = 4096
-"""Elements of a tensor that is computed earlier although no fused op takes it: Inductor then stores it, and
-may have computed it where it is used."""
+"""Most elements of a tensor that is computed before the copy although the fused op does not take it. Inductor
+stores such a tensor. Otherwise it might compute the tensor where it is read."""
 
 _READ = aten._local_scalar_dense.default
 
@@ -52,7 +52,7 @@ def read_at_once(graph: fx.Graph) -> None:
 
 
 def _numbers(op: fx.Node) -> list[_Number]:
-    """From which sizes and splits that the op takes are computed."""
+    """The numbers from which the sizes and splits of the op are computed."""
     found: dict[fx.Node, _Number] = {}
     seen, stack = {op}, [op]
     while stack:

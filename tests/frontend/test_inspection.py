@@ -48,6 +48,20 @@ def test_explain_backward(group: str) -> None:
     assert all(p.grad is None for p in module.parameters())
 
 
+def test_explain_backward_of_splits_that_are_read(group: str) -> None:
+    """The gradient has the shape of the input, however many rows are guessed to be exchanged."""
+
+    def exchanged(x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+        sizes = splits.tolist()
+        return funcol.all_to_all_single_autograd(x * 2, sizes, sizes, group)
+
+    x = torch.ones(10, 3, requires_grad=True)
+    splits = torch.full((dist.get_world_size(),), 10 // dist.get_world_size())
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        report = autofuse.explain(exchanged, backward=True)(x, splits)
+    assert [graph.kind for graph in report.graphs] == ["forward", "backward"]
+
+
 def test_explain_runs_no_kernel_and_no_collective(group: str) -> None:
     ran = []
 
