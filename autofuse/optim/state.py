@@ -18,8 +18,8 @@ SPAN = "span"
 IMPLEMENTATIONS = frozenset({"foreach", "fused", "differentiable"})
 """Arguments of torch's optimizers that ours have not."""
 
-NEWER = ("maximize", "decoupled_weight_decay")
-"""Arguments that states of torch before 1.11 and 2.7 do not have. Those of this optimizer hold then."""
+NEWER = {"maximize": False, "decoupled_weight_decay": False}
+"""Arguments that states of torch before 1.11 and 2.7 do not have, with the values that torch adds."""
 
 COPIED = (
     "grad_norm", "_group_name", "_average", "_max_norm", "_error_if_nonfinite", "_master_weights",
@@ -128,7 +128,7 @@ class State(torch.optim.Optimizer):
         found = [(batch, i, states[batch.params[i]]) for batch, i, _ in self._numbered()]
         for each in found:
             self._check(*each)
-        newer = {name: self.defaults[name] for name in NEWER if name in self.defaults}
+        newer = {name: value for name, value in NEWER.items() if name in self.defaults}
         packed = [{**newer, **options} for options in state_dict["param_groups"]]
         for options in packed:
             if missing := sorted(self.defaults.keys() - options.keys() - IMPLEMENTATIONS):
