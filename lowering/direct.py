@@ -81,7 +81,7 @@ def direct(name: str) -> Direct:
 
 @cache
 def _quick() -> Mapping[str, Quick]:
-    """The `Quick` of each op whose calls can be prepared; none without Triton."""
+    """The `Quick` of each op whose calls can be prepared, by the name of the op. Empty without Triton."""
     if not has_triton():
         return {}
     from autofuse.lowering.gpu.dense.call import QUICK as DENSE

@@ -25,7 +25,8 @@ class Run:
 
 
 def even_runs(count: int, outer: int, world: int, c: int) -> list[list[Run]]:
-    """Per rank the runs of `[count, (outer, world, c)]`, whose parts are `[count, outer, c]`."""
+    """The runs of each rank. The rows of `count` experts are `[count, (outer, world, c)]`, and the part of a
+    rank is `[count, outer, c]`."""
     return [
         [Run(e, (o * world + part) * c, c, (e * outer + o) * c) for e in range(count) for o in range(outer)]
         for part in range(world)
@@ -73,8 +74,8 @@ class Places:
             ) from error
 
     def runs(self, ranges: Sequence[tuple[int, int]]) -> list[list[Run]] | None:
-        """Per rank the runs of the experts that have `ranges` of rows. None if a run has fewer than FEW_ROWS
-        rows on average."""
+        """The runs of each rank. ranges: the rows of each expert. None if a run has fewer than FEW_ROWS rows
+        on average."""
         stops = [stop for _, stop in ranges]
         found = kernels.find_runs(self.positions, self.ends, stops, stops[-1] // FEW_ROWS)
         if found is None:

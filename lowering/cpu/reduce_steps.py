@@ -43,8 +43,8 @@ class ReduceSteps:
         self.nbytes = self.finished.end
 
     def steps(self, actions: Iterable[tuple[Action, int]]) -> tuple[Step, ...]:
-        """The steps of all actions. Each action comes with the index of a tile, by which a wait names what it
-        waits for (`tiles.with_tiles`)."""
+        """The steps of all actions. Each action is paired with the index of a tile (`tiles.with_tiles`). The
+        error of a wait names this tile."""
         return tuple(self.step(*pair) for pair in actions)
 
     def step(self, action: Action, awaited: int) -> Step:

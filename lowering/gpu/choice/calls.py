@@ -152,7 +152,7 @@ def _note_once(call: GpuCall, way: Way, capturing: bool) -> None:
 
 
 def remember(workspace: GpuWorkspace, kind: Hashable, made: Any) -> None:
-    """Keep what was prepared for calls of this kind."""
+    """Store `made` under `kind` in the calls of the workspace."""
     if len(workspace.calls) == MOST_CALLS:  # sizes may change without end
         workspace.calls.clear()
     workspace.calls[kind] = made

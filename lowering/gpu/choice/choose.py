@@ -23,8 +23,8 @@ from .points import Point, Points, known, own_file, write
 from .work import Tiles
 
 CAUTION = 1.03
-"""Factor on the time of a way that was not measured at the problem. The least of many predictions is likely
-to be too low."""
+"""The predicted time of a way that was not measured at the problem is multiplied by this factor. The smallest
+of many predictions tends to be too low."""
 
 STREAMS_US = 300.0
 """Time of the host for a call of torch's async TP. It was measured as 160 to 300 us on machines with 2 and 4
@@ -39,7 +39,7 @@ HOST_SHARE = 1 / 3
 starts late holds up the kernels of all ranks."""
 
 MOST_PROBLEMS = 4096
-"""The number of problems whose ways a group keeps."""
+"""A group keeps the ways of at most this many problems."""
 
 
 def choose(problem: Problem, predictor: Predictor, serial: bool = False, launched: bool = False) -> Predicted:

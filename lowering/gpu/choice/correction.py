@@ -36,7 +36,7 @@ measured."""
 MOST_WEIGHTS = 8
 """How many of the nearest weights correct a prediction. This bounds the time of a choice."""
 _AT = 1e-3
-"""A problem whose distance to a point is less than this counts as measured there."""
+"""A problem counts as measured at a point if their distance is less than this."""
 
 Weight: TypeAlias = tuple[int, int, int]
 

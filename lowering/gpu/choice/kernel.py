@@ -71,8 +71,8 @@ class Problem(Hashable, Protocol):
 
     @property
     def measured_as(self) -> str:
-        """The name by which its measured points are found, which they have in place of the op. Calls whose
-        operands are cut in another way take other times, so they have another name."""
+        """The name that measured points of this problem have in place of the op. The time of a call depends
+        on how its operands are cut, so calls that are cut in another way have another name."""
 
     def is_kin(self, op: str) -> bool:
         """Whether points that are measured as `op` also tell something about this problem."""
@@ -123,7 +123,8 @@ class Kernel(Generic[P, C]):
     configs: Callable[[P], Iterable[C]]
     """Configurations that are worth measuring for a problem."""
     needs: Callable[[C, P], Need]
-    """Memory of a call, without the regions whose sizes only the call knows (rows of dropless experts)."""
+    """Memory of a call. It lacks regions whose sizes depend on a number of rows that only the call knows, as
+    with dropless experts."""
     launch: Callable[..., Any]
     """`launch(Launch, configuration, ...)`; all kernels of an op take the same operands."""
     work: Callable[[C, P], Work]
