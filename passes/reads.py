@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autofuse.lowering import host_reads
+from autofuse.lowering import host_reads as _host_reads  # noqa: F401  (registers torch.ops.autofuse.read)
 
 from .graph.anchors import is_collective, is_fused_op
 from .graph.emit import Emitter, erase_unused, order_nodes
 from .graph.follow import Shapes, aten, tensor
+from .graph.paths import all_below
 
 MOST_STORED = 4096
 """Most elements of a tensor that is computed before the copy although the fused op does not take it. Inductor
@@ -46,7 +47,7 @@ def read_at_once(graph: fx.Graph) -> None:
         numbers = _numbers(op)
         vectors = list(dict.fromkeys(number.vector for number in numbers))
         if len(numbers) > 1 and _are_alike(vectors):
-            late = _late(graph, _dependent(number.item for number in numbers))
+            late = _late(graph, [number.item for number in numbers])
             if late.isdisjoint(vectors):
                 _read_before(op, numbers, vectors, late)
 
@@ -90,21 +91,10 @@ def _are_alike(vectors: list[fx.Node]) -> bool:
     return len(kinds) == 1
 
 
-def _dependent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that is computed from them."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.users)
-    return found
-
-
-def _late(graph: fx.Graph, dependent: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that cannot stand before the numbers: those that depend on them, and those that depend on a
-    collective behind the first one that does. Collectives do not change places."""
+def _late(graph: fx.Graph, items: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that cannot stand before the reads `items`: the reads, the nodes that depend on them, and the
+    nodes that depend on a collective behind the first dependent one. Collectives do not change places."""
+    dependent = {*items, *all_below(items)}
     late = set(dependent)
     behind = False
     for node in graph.nodes:
@@ -122,7 +112,7 @@ def _read_before(op: fx.Node, numbers: list[_Number], vectors: list[fx.Node], la
         starts[vector] = end
         end += tensor(vector).shape[0]  # type: ignore[union-attr]
     launched = _launched(op, late, {number.item for number in numbers})
-    read = emitter.call(getattr(torch.ops.autofuse, host_reads.OP).default, values, launched)
+    read = emitter.call(torch.ops.autofuse.read.default, values, launched)
     selects = []
     for number in numbers:
         selects += number.item.all_input_nodes

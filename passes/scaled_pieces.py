@@ -11,9 +11,8 @@ from torch import fx
 
 from .graph.anchors import find_anchors
 from .graph.emit import Emitter
-from .graph.follow import SPLITS, Shapes, aten, is_reshape, prims, tensor
-
-_SCALES = (aten.mul.Tensor, aten.div.Tensor, prims.convert_element_type.default)
+from .graph.follow import SPLITS, Shapes, aten, is_reshape, tensor
+from .matchers.update_rule import SCALES
 
 
 def scale_pieces(graph: fx.Graph) -> None:
@@ -35,7 +34,7 @@ def _scale_behind(whole: fx.Node) -> None:
 
 
 def _is_scale(node: fx.Node, whole: fx.Node) -> bool:
-    if node.target not in _SCALES or node.args[0] is not whole or whole in node.args[1:]:
+    if node.target not in SCALES or node.args[0] is not whole or whole in node.args[1:]:
         return False
     return all(n is whole or ((val := tensor(n)) is not None and not val.dim()) for n in node.all_input_nodes)
 

@@ -30,7 +30,8 @@ from .update_algebra import (
 )
 from .update_norms import NORMS, ZEROS, P, U, leads_to_norms
 
-_SCALES = (aten.mul.Tensor, aten.div.Tensor, prims.convert_element_type.default)
+SCALES = (aten.mul.Tensor, aten.div.Tensor, prims.convert_element_type.default)
+"""Ops whose result is a multiple of a tensor, or the tensor in another dtype."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _is_multiple(anchor: Anchor, node: object) -> bool:
             node = node.args[1]
             continue
         of = [n for n in node.all_input_nodes if (val := tensor(n)) is not None and val.dim()]
-        if len(of) != 1 or node.target not in _SCALES:
+        if len(of) != 1 or node.target not in SCALES:
             return False
         (node,) = of
     return node in anchor.results

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from autofuse.passes.graph.anchors import Anchor
+from autofuse.passes.graph.paths import stops_above
 from autofuse.passes.reasons import Reject
 
 from .match import Context
@@ -17,26 +18,21 @@ def update_of(anchor: Anchor, context: Context) -> Update | Reject:
     reject = check_update(anchor, context, becomes)
     if reject is not None:
         return reject
-    found, leading = find_update(anchor, becomes), _leading(anchor, becomes)
-    if isinstance(found, Reject) and len(leading) < len(becomes):
-        of_leading = find_update(anchor, leading)
-        return found if isinstance(of_leading, Reject) else of_leading
-    return found
+    found = find_update(anchor, becomes)
+    leading = _leading(anchor, becomes) if isinstance(found, Reject) else becomes
+    if len(leading) == len(becomes):
+        return found
+    of_leading = find_update(anchor, leading)
+    return found if isinstance(of_leading, Reject) else of_leading
 
 
 def _leading(anchor: Anchor, becomes: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Those that change by the sum itself, or by which others change. The others follow them, as the
-    running average of a parameter does. They stay in the graph, and read what the op returns."""
+    """The tensors that change by the sum itself, or by which others change. The others follow them, as the
+    running average of a parameter does. Their changes stay in the graph and read the results of the op."""
     values = {*becomes.values()}
+    stops = values.union(anchor.results)
     leading: set[fx.Node] = set()
     for value in values:
-        seen: set[fx.Node] = set()
-        work = [value]
-        while work:
-            for node in work.pop().all_input_nodes:
-                if node in values or node in anchor.results:
-                    leading.add(node if node in values else value)
-                elif node not in seen:
-                    seen.add(node)
-                    work.append(node)
+        for source in value.all_input_nodes:
+            leading.update(stop if stop in values else value for stop in stops_above(source, stops))
     return {node: value for node, value in becomes.items() if value in leading}

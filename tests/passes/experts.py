@@ -159,18 +159,24 @@ class OneExpert(nn.Module):
         self.w2 = nn.Parameter(torch.randn(1, H, D) * 0.1)
         self.to(torch.bfloat16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
+        """Scores and tokens of the rows in the order in which they are sent, the end of the rows that arrive,
+        and the rows to and from every rank."""
         score, chosen = self.gate(x).float().softmax(-1).max(-1)
         order = chosen.argsort(stable=True)
         with torch.no_grad():
             counts = F.one_hot(chosen, self.world).sum(0)
             received = exchange(counts)
             inputs, outputs = counts.tolist(), received.tolist()
-        rows = exchange(x[order], outputs, inputs)
-        end = received.sum(0, keepdim=True).to(torch.int32)
-        y = torch._grouped_mm(torch._grouped_mm(rows, self.w1, offs=end).relu(), self.w2, offs=end)
-        back = exchange(y, inputs, outputs)
-        return torch.zeros_like(x).index_add(0, order, (back.float() * score[order][:, None]).to(x.dtype))
+        return score[order][:, None], order, received.sum(0, keepdim=True).to(torch.int32), inputs, outputs
+
+    def expert(self, rows: Tensor, end: Tensor) -> Tensor:
+        return torch._grouped_mm(torch._grouped_mm(rows, self.w1, offs=end).relu(), self.w2, offs=end)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, order, end, inputs, outputs = self.routed(x)
+        back = exchange(self.expert(exchange(x[order], outputs, inputs), end), inputs, outputs)
+        return torch.zeros_like(x).index_add(0, order, (back.float() * score).to(x.dtype))
 
 
 def model(

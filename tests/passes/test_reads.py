@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .experts import DISPATCH, TOKENS, TOP, D, Dropless, OneExpert, exchange
@@ -51,17 +50,10 @@ class Told(OneExpert):
     """Scores are exchanged with the same splits as rows, and rows are reduced behind that exchange."""
 
     def forward(self, x: Tensor) -> Tensor:
-        score, chosen = self.gate(x).float().softmax(-1).max(-1)
-        order = chosen.argsort(stable=True)
-        with torch.no_grad():
-            counts = F.one_hot(chosen, self.world).sum(0)
-            received = exchange(counts)
-            inputs, outputs = counts.tolist(), received.tolist()
-        scores = exchange(score[order][:, None], outputs, inputs)
+        score, order, end, inputs, outputs = self.routed(x)
+        scores = exchange(score, outputs, inputs)
         reduced = funcol.all_reduce(x.detach(), "sum", "0")
-        rows = exchange(x[order] + reduced[order], outputs, inputs)
-        end = received.sum(0, keepdim=True).to(torch.int32)
-        y = torch._grouped_mm(torch._grouped_mm(rows, self.w1, offs=end).relu(), self.w2, offs=end)
+        y = self.expert(exchange(x[order] + reduced[order], outputs, inputs), end)
         back = exchange((y * scores).to(y.dtype), inputs, outputs)
         return torch.zeros_like(x).index_add(0, order, back)
 

@@ -326,7 +326,7 @@ def _room_for(workspace: GpuWorkspace, op: str, site: str, columns: int, rows: C
 
 def told_by_all(workspace: GpuWorkspace, op: str, site: str, rows: Sequence[int]) -> list[int]:
     """The most that a rank has, of each number of rows."""
-    told = values_of_all(workspace, op, site, "rows of all ranks", rows, few=True)
+    told = values_of_all(workspace, op, site, "rows of all ranks", rows)
     return [max(each) for each in zip(*told, strict=True)]
 
 
@@ -340,8 +340,7 @@ class _Known:
 
 
 def _known_of(workspace: GpuWorkspace) -> _Known:
-    found = _known.get(workspace)
-    return _known.setdefault(workspace, _Known()) if found is None else found
+    return _known.setdefault(workspace, _Known())
 
 
 _known: WeakKeyDictionary[GpuWorkspace, _Known] = WeakKeyDictionary()

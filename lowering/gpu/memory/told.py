@@ -16,15 +16,14 @@ SPIN_US = 3000
 
 
 def values_of_all(
-    workspace: GpuWorkspace, op: str, site: str, what: str, values: Sequence[int], few: bool = False
+    workspace: GpuWorkspace, op: str, site: str, what: str, values: Sequence[int]
 ) -> list[list[int]]:
-    """The values of each rank; any number of integers of 64 bits. All ranks call it together. few: each rank
-    has at most VALUES of them.
+    """The values of each rank; any number of integers of 64 bits. All ranks call it together.
 
     The hosts use memory that they share, or else the store of the group, which takes longer.
     """
     try:
         with workspace_for(workspace.group).call(op, site, what, 0, SPIN_US) as call:
-            return call.exchange(values) if few else exchange_all(call, values)
+            return exchange_all(call, values)
     except NotShared:
         return [json.loads(each) for each in workspace.meet(json.dumps(list(values)))]
