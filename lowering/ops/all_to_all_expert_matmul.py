@@ -8,7 +8,8 @@
               X = S[positions]: [rows, K]; Y[i]: [rows, N_i], zero behind the last expert
     dgrad     dx = the exchange back of sum_i dY[i] @ w[i]^T + dX       one expert_matmul_all_to_all
     wgrad     dw[i] = X^T @ dY[i], dbias[i] = sum of dY[i], per expert; X is exchanged again unless kept
-    gated     gate "silu", two consumers: the one output silu(Y[0]) * Y[1], each op rounded; has no gradient
+    gated     gate "silu", two consumers: the one output silu(Y[0]) * Y[1], each op rounded; has no gradient.
+              "silu; products": behind it Y[0] and Y[1]
 
 With `keep_exchanged` X is the last output, and dX its gradient.
 """
@@ -75,7 +76,8 @@ def _fake(args: AllToAllExpertMatmul) -> list[Tensor]:
         exchanged = x.new_empty((count, rows, k))
         lead = (rows,) if experts else (count, rows)
         outputs = [x.new_empty((*lead, wi.shape[-1])) for wi in w]
-    outputs = outputs[:1] if args.gate else outputs
+    if args.gate:
+        outputs = [torch.empty_like(outputs[0]), *outputs] if args.gate.endswith(ex.KEPT) else outputs[:1]
     return [*outputs, exchanged] if args.keep_exchanged else outputs
 
 

@@ -19,6 +19,8 @@ from autofuse.lowering.reference.product import epilogue, parse, product_referen
 
 GATES = {"silu": F.silu}
 """The activation of a gate, by its name."""
+KEPT = "; products"
+"""Behind the name of a gate: the products are outputs, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +152,19 @@ def expert_product(
 
 
 def gated(products: list[Tensor], gate: str) -> list[Tensor]:
-    """With a gate the one output `activation(products[0]) * products[1]`, each op rounded; else the products.
-    ValueError for another gate than GATES, or for more or fewer products."""
+    """With a gate `activation(products[0]) * products[1]`, each op rounded, and with KEPT the products behind
+    it; without a gate the products. ValueError for a gate that is not of GATES, or for more or fewer
+    products."""
     if not gate:
         return products
-    if gate not in GATES or len(products) != 2:
+    name = gate.removesuffix(KEPT)
+    if name not in GATES or len(products) != 2:
         raise ValueError(
-            f"a gate is one of {', '.join(GATES)} and takes the products with 2 weights; got {gate!r} and "
-            f"{len(products)}"
+            f"a gate is one of {', '.join(GATES)}, also with {KEPT!r} behind it, and takes the products with "
+            f"2 weights; got {gate!r} and {len(products)}"
         )
-    return [GATES[gate](products[0]).mul_(products[1])]
+    result = GATES[name](products[0]).mul_(products[1])
+    return [result, *products] if gate.endswith(KEPT) else [result]
 
 
 def input_gradients(grad: Tensor, w: Sequence[Tensor], experts: Experts) -> list[Tensor]:

@@ -339,7 +339,7 @@ def _match_dropless(anchor: Anchor, context: Context) -> Found:
             sent,
             values(weights),
             [],
-            "" if gate is None else gate.name,
+            "" if gate is None else gate.spelled,
             0,
             tensor(offsets),
             tensor(positions),
@@ -371,11 +371,11 @@ def _rewrite_dropless(
     splits = (anchor.output_splits, anchor.input_splits)
     received = context.shapes.known(anchor.node)[0]
     positions = None if choice is None else choice.positions(emitter, received)
-    name = "" if gate is None else gate.name
+    name = "" if gate is None else gate.spelled
     args: tuple[object, ...] = (anchor.input, weights, [], name, 0, offsets, positions, *splits, 1, 1, keep)
     op = torch.ops.autofuse.all_to_all_expert_matmul.default
     fused = emitter.call(op, *args, context.group, context.order, context.site)
-    made = grouped if gate is None else [gate.result]
+    made = grouped if gate is None else gate.outputs
     for i, node in enumerate(made):
         result = emitter.item(fused, i)
         result.meta["val"] = node.meta["val"]

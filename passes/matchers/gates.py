@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from autofuse.lowering.reference.experts import KEPT
 from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, is_cast, tensor
 from autofuse.passes.graph.layout import same_shape
 
@@ -18,26 +19,39 @@ SILU = "silu"
 
 
 class Gate(NamedTuple):
-    """`result` is the activation `name` of products[0], times products[1]."""
+    """`result` is the activation `name` of products[0], times products[1]. kept: something else reads a
+    product, too."""
 
     name: str
     products: tuple[fx.Node, fx.Node]
     result: fx.Node
+    kept: bool
+
+    @property
+    def spelled(self) -> str:
+        """As the op takes it."""
+        return self.name + KEPT if self.kept else self.name
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        return [self.result, *self.products] if self.kept else [self.result]
 
 
 def gate_of(products: Sequence[fx.Node], shapes: Shapes) -> Gate | None:
-    """The gate behind two matmuls on a GPU, if nothing else reads their products. The kernels apply it to
-    their tiles; on a CPU, Inductor's one loop is faster."""
+    """The gate behind two matmuls on a GPU. The kernels apply it to their tiles; on a CPU, Inductor's one
+    loop is faster."""
     if len(products) != 2 or not _one_kernel(products[0], products[1], shapes):
         return None
     for gated, other in (products, products[::-1]):
-        inner = _silu_behind(gated)
-        if inner is None or len(other.users) != 1 or len(inner.users) != 1:
+        found = _silu_behind(gated)
+        if found is None or len(found.result.users) != 1:
             continue
+        inner = found.result
         (result,) = inner.users
         is_product = result.target is aten.mul.Tensor and set(result.args) == {inner, other}
         if is_product and dtype_of(result) == dtype_of(gated):
-            return Gate(SILU, (gated, other), result)
+            kept = set(gated.users) != {found.reader} or set(other.users) != {result}
+            return Gate(SILU, (gated, other), result, kept)
     return None
 
 
@@ -50,17 +64,24 @@ def _one_kernel(a: fx.Node, b: fx.Node, shapes: Shapes) -> bool:
     return alike and tuple(first.stride()) == tuple(second.stride())
 
 
-def _silu_behind(y: fx.Node) -> fx.Node | None:
-    """silu(y) in the dtype of y, if nothing else reads y or what lies between."""
-    if len(y.users) == 1:
-        (user,) = y.users
+class _Silu(NamedTuple):
+    """silu(y) in the dtype of y; reader: the node of it that reads y."""
+
+    reader: fx.Node
+    result: fx.Node
+
+
+def _silu_behind(y: fx.Node) -> _Silu | None:
+    """silu(y), if nothing else reads what lies between."""
+    for user in y.users:
         if user.target is aten.silu.default:
-            return user
+            return _Silu(user, user)
         if is_cast(user) and dtype_of(user) == torch.float32:
             found = _ratio(user)
             if found is not None and len(found.users) == 1:
                 (back,) = found.users
-                return back if is_cast(back) and dtype_of(back) == dtype_of(y) else None
+                if is_cast(back) and dtype_of(back) == dtype_of(y):
+                    return _Silu(user, back)
     return None
 
 

@@ -246,7 +246,7 @@ class _Rows:
 class Dropless(Call):
     """Experts with other numbers of rows each; `combine` sends rows back, else they are dispatched.
 
-    gated: the products with two weights are one output."""
+    gated: the products with two weights are one output, behind which they come if they are `kept`."""
 
     def __init__(
         self,
@@ -259,8 +259,10 @@ class Dropless(Call):
         config: DroplessConfig,
         gated: bool = False,
         transposed: bool = False,
+        kept: bool = False,
     ) -> None:
         self.combine, self.k, self.n, self.config, self.gated = combine, k, n, config, gated
+        self.kept = kept
         super().__init__(world, self.config.cluster)
         generator = torch.Generator().manual_seed(7)
         most = 2 * rows // (experts * world)
@@ -276,7 +278,7 @@ class Dropless(Call):
         held = [int(away[r].sum() if combine else away[:, r].sum()) for r in range(world)]
         self.x = [randn(r, held[r], k) for r in range(world)]
         self._wanted = [self._compute(r) for r in range(world)]
-        longest = max(len(t) for t in (*self._wanted, *self.x))
+        longest = max(*(y.shape[-2] for y in self._wanted), *(len(x) for x in self.x))
         self.need = (
             dropless_combine_needs(longest, n, world)
             if combine
@@ -304,7 +306,8 @@ class Dropless(Call):
         if not self.gated:
             return products[0]
         gate, other = (y.to(BF16) for y in products)
-        return (F.silu(gate) * other).double()
+        result = (F.silu(gate) * other).double()
+        return torch.stack([result, *products]) if self.kept else result
 
     def _compute(self, rank: int) -> Tensor:
         if self.combine:
@@ -335,8 +338,9 @@ class Dropless(Call):
         if self.combine:
             launch_dropless_combine(memory, [self.x[r]], self.w[r], self.out[r], *where, self.config)
         else:
+            outputs = list(self.out[r]) if self.kept else [self.out[r]]
             launch_dropless_dispatch(
-                memory, self.x[r], self.w[r], [self.out[r]], *where, self.config, gated=self.gated
+                memory, self.x[r], self.w[r], outputs, *where, self.config, gated=self.gated
             )
 
 

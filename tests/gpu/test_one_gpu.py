@@ -82,6 +82,9 @@ if torch.cuda.is_available() and why_not() is None:
         "gated dropless dispatch": lambda w: Dropless(
             w, 5, 2000, 512, 1032, False, DroplessConfig(across=2), gated=True
         ),
+        "gated dropless dispatch that keeps products": lambda w: Dropless(
+            w, 5, 2000, 512, 1032, False, DroplessConfig(across=2), gated=True, kept=True
+        ),
         "gated dropless dispatch of transposed weights": lambda w: Dropless(
             w, 5, 2000, 512, 1032, False, DroplessConfig(along=2), gated=True, transposed=True
         ),

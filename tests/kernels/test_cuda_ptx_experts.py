@@ -18,7 +18,7 @@ from autofuse.lowering.gpu.experts.ways import (
 from autofuse.lowering.gpu.support import MOST_TERMS
 from autofuse.native_kernels.cuda.host.compiler import compile_both, why_not
 from autofuse.native_kernels.cuda.host.experts import Cut
-from autofuse.native_kernels.cuda.host.gemm import PROGRESS_BYTES
+from autofuse.native_kernels.cuda.host.gemm import BOX, PROGRESS_BYTES
 from autofuse.native_kernels.cuda.kernels import (
     dropless_combine,
     dropless_dispatch,
@@ -98,7 +98,9 @@ def test_rules(op: str, every: bool) -> None:
         check_waits(lines, where)
 
 
-def dropless_cases(source: str, weights: int, gated: bool = False) -> dict[Constants, int]:
+def dropless_cases(
+    source: str, weights: int, gated: bool = False, kept: bool = False
+) -> dict[Constants, int]:
     """Constants and bytes of shared memory of all ways; layouts, dtypes, traces and worlds by turns."""
     problem = DroplessProblem(COMBINE + DROPLESS, 16, K, N, 4, torch.bfloat16, gated=gated)
     turns = cycle(product([False, True], DTYPES, [True, False], [True, False]))
@@ -111,12 +113,12 @@ def dropless_cases(source: str, weights: int, gated: bool = False) -> dict[Const
             continue
         transposed, dtype, trace, biased = next(turns)
         kind = 16, next(worlds), transposed, dtype, biased and not gated, height, config, trace
-        constants = (
-            dropless_dispatch.dropless_dispatch_constants(*kind, weights, gated)
-            if source == dropless_dispatch.SOURCE
-            else dropless_combine.dropless_combine_constants(*kind, next(terms))
-        )
-        found[constants] = config.shared_bytes(16, height, gated)
+        if source == dropless_dispatch.SOURCE:
+            constants = dropless_dispatch.dropless_dispatch_constants(*kind, weights, gated, kept)
+            found[constants] = config.shared_bytes(16, height, BOX)
+        else:
+            constants = dropless_combine.dropless_combine_constants(*kind, next(terms))
+            found[constants] = config.shared_bytes(16, height)
     return found
 
 
@@ -128,6 +130,7 @@ def test_rules_of_dropless(source: str, every: bool) -> None:
     shared = dropless_cases(source, 1)
     if source == dropless_dispatch.SOURCE:
         shared |= dropless_cases(source, 2) | dropless_cases(source, 2, gated=True)
+        shared |= dropless_cases(source, 2, gated=True, kept=True)
     static = 2 * 4 * (16 + 2) + PROGRESS_BYTES
     for constants in shared if every else each_value(shared, dict):
         where = f"{source} {dict(constants)}"

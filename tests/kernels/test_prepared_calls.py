@@ -321,12 +321,14 @@ def test_the_rows_of_the_busiest_rank_decide_the_configuration(named: bool) -> N
     assert entered == ([ways[0].name] * 2 if named else [ways[1].name, ways[2].name])
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows(gated: bool) -> None:
+@pytest.mark.parametrize(("gated", "kept", "products"), [(0, 0, 2), (1, 0, 1), (1, 1, 3)])
+def test_a_dropless_dispatch_goes_the_short_way_with_its_own_rows(
+    gated: bool, kept: bool, products: int
+) -> None:
     """Each height of tiles, which depends on the rows of this rank, has a start; calls without rows none."""
     experts, k, n = 2, 256, 512
     problem = DroplessProblem(DISPATCH + DROPLESS, experts, k, n, WORLD, torch.bfloat16, 132, weights=2)
-    problem, products = replace(problem, gated=gated), 1 if gated else 2
+    problem = replace(problem, gated=gated, kept=kept)
     way = next(way for name, way in ways_of(problem).items() if name.startswith("clusters"))
     w, ends = [torch.empty(experts, k, n, dtype=torch.bfloat16) for _ in range(2)], torch.zeros(experts)
     none, cuda = [None, None], {"is_current_stream_capturing": lambda: False, "current_device": lambda: 0}

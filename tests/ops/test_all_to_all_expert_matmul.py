@@ -73,6 +73,8 @@ def _forward(rank: int, world: int, case: Case) -> None:
         y, other = _call(case, rank, x, w, bias, group, "silu")
         assert torch.equal(y, torch.nn.functional.silu(results[0]) * results[1])
         assert torch.equal(other, exchanged)
+        kept = _call(case, rank, x, w, bias, group, "silu; products")
+        assert all(torch.equal(a, b) for a, b in zip(kept, [y, *results, other], strict=True))
 
 
 def _backward(rank: int, world: int, case: Case) -> None:

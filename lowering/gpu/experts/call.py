@@ -145,7 +145,7 @@ def _dropless_dispatch_call(args: AllToAllExpertMatmul) -> GpuCall | None:
     workspace = workspace_of(group_name, x)
     parts, rows, biases = x.contiguous(), _rows(args), _biases(args.bias, w)
     count, gate = at_once(w, biases), args.gate
-    problem = dropless_problem_of(DISPATCH, parts, w[0], workspace, count, bool(gate))
+    problem = dropless_problem_of(DISPATCH, parts, w[0], workspace, count, gate)
     if gate and (count != len(w) or biases[0] is not None):
         problem = replace(problem, aligned=False)  # for no kernel
     if not all(can_group(dropless_problem_of(DISPATCH, parts, wi, workspace)) for wi in w[count:]):

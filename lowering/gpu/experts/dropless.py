@@ -30,6 +30,7 @@ from autofuse.lowering.gpu.choice.kernel import Way
 from autofuse.lowering.gpu.choice.launcher import Launcher, contiguous
 from autofuse.lowering.gpu.memory.told import values_of_all
 from autofuse.lowering.gpu.memory.workspace import GpuWorkspace, agreements
+from autofuse.lowering.reference.experts import KEPT
 from autofuse.lowering.torch_internals import setting_of
 from autofuse.native_kernels.cuda.kernels.dropless_combine import dropless_combine_needs, height_of
 from autofuse.native_kernels.cuda.kernels.dropless_dispatch import (
@@ -78,14 +79,14 @@ class Room(NamedTuple):
 
 
 def dropless_problem_of(
-    op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, weights: int = 1, gated: bool = False
+    op: str, x: Tensor, w: Tensor, workspace: GpuWorkspace, weights: int = 1, gate: str = ""
 ) -> DroplessProblem:
     """The problem of a call with `x: [rows, K]` and `w: [E, K, N]`; weights: as `problem_of`."""
     experts, k, n = w.shape
     aligned = x.storage_offset() % 8 == 0 and is_stack(w)
     return DroplessProblem(
         op + DROPLESS, experts, k, n, workspace.world, x.dtype, workspace.programs, aligned, weights,
-        gated=gated,
+        gated=bool(gate), kept=gate.endswith(KEPT),
     )  # fmt: skip
 
 
@@ -163,7 +164,7 @@ class DroplessCombine(_Calls):
 class DroplessDispatch(_Calls):
     """`dispatch(x, w, bias, rows, keep)`: products `[sum(rows.received), N_i]` with all weights and, with
     `keep`, X. The first `problem.weights` are multiplied while the rows arrive, the others afterwards. Of a
-    gated problem the products with both weights are one output."""
+    gated problem the products with both weights are one output, behind which they come if they are kept."""
 
     def again(
         self, x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor | None], rows: Rows, keep: bool
@@ -180,7 +181,7 @@ class DroplessDispatch(_Calls):
         count = self._problem.weights
         form, outputs = self._form(received, sent, rows), None
         if form is not None:
-            made = [contiguous(received, self._problem.columns)] * self._outputs
+            made = [contiguous(received, self._problem.columns)] * self._problem.outputs
             outputs = launcher.again(
                 (x, *w[:count]), made, _given(bias[:count], rows),
                 form=form, values=dropless_dispatch_values(rows.received, rows.sent),
@@ -200,11 +201,6 @@ class DroplessDispatch(_Calls):
         launcher = self._in_room(sum(rows.received), sum(rows.sent))
         return None if launcher is None else self._long(launcher, x, w, bias, rows, keep, trace)
 
-    @property
-    def _outputs(self) -> int:
-        """Of the kernel."""
-        return 1 if self._problem.gated else self._problem.weights
-
     def _in_room(self, received: int, sent: int) -> Launcher | None:
         counts = Counts(max(received, sent), received, sent, self._problem.world * sent)
         return self._launcher(self._problem.k, counts, dropless_dispatch_needs)
@@ -222,7 +218,7 @@ class DroplessDispatch(_Calls):
         if memory is None:
             return None
         received, count = sum(rows.received), self._problem.weights
-        outputs = [x.new_empty(received, self._problem.columns) for _ in range(self._outputs)]
+        outputs = [x.new_empty(received, self._problem.columns) for _ in range(self._problem.outputs)]
         biases = [b for b in bias[:count] if b is not None]
         launcher.launch(x, w[:count], outputs, biases, rows, form=self._form(received, sum(rows.sent), rows))
         outputs += self._rest(memory, x.dtype, w, bias, rows, keep)

@@ -174,7 +174,7 @@ def _launch_dropless_dispatch(
     at: Launch, config: DroplessConfig, x: Tensor, w: Sequence[Tensor], out: Sequence[Tensor],
     biases: Sequence[Tensor], rows: Rows,
 ) -> None:  # fmt: skip
-    gated = len(out) < len(w)
+    gated = len(out) != len(w)
     launch_dropless_dispatch(
         at.memory, x, w, out, *rows, config, at.site, at.trace, at.compile_only, biases, gated
     )

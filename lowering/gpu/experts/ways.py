@@ -95,7 +95,7 @@ class DroplessProblem(OfOp):
 
     op: with `DROPLESS` behind its name. weights: as of an `ExpertProblem`; gated: the products with two of
     them are one output. rows: that the busiest rank computes, rounded up to a power of two; 0 while ranks
-    have not told each other.
+    have not told each other. kept: of a gated problem, whether the products are outputs, too.
     """
 
     op: str
@@ -109,6 +109,7 @@ class DroplessProblem(OfOp):
     weights: int = 1
     rows: int = 0
     gated: bool = False
+    kept: bool = False
 
     is_whole: ClassVar[bool] = False
     """The way is settled before ranks know the rows of each other, and experts have different ones."""
@@ -122,6 +123,11 @@ class DroplessProblem(OfOp):
     @property
     def n(self) -> int:
         return self.experts * self.columns * self.weights
+
+    @property
+    def outputs(self) -> int:
+        """Of a dispatch's kernel."""
+        return self.gated + (self.weights if self.kept or not self.gated else 0)
 
     def library_ways(self) -> Sequence[Way]:
         return _REPLACED_DROPLESS

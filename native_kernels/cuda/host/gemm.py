@@ -46,19 +46,19 @@ def of_call(memory: PeerMemory, programs: int) -> dict[str, int]:
     return {"state": state, "trace": state, "rank": memory.rank, "programs": programs}
 
 
-def shared_bytes(bn: int, stages: int, split: int = 1, rows: int = BM, gated: bool = False) -> int:
+def shared_bytes(bn: int, stages: int, split: int = 1, rows: int = BM, staged: int | None = None) -> int:
     """Shared memory of a block: stages of x and w, a staged tile, partial sums, barriers, room to align.
 
-    gated: half of the columns of a tile are of a second weight, and half as many are staged."""
+    staged: the columns of a tile that are staged at once; None: all."""
     partials = rows // split * bn * 4 * (split - 1)
     wide = cdiv(bn, BOX) * BOX
-    staged = rows * (wide // 2 if gated else wide) * 2
-    return stages * (rows + wide) * BK * 2 + staged + partials + 16 * (stages + 2) + 1024
+    tile = rows * (wide if staged is None else staged) * 2
+    return stages * (rows + wide) * BK * 2 + tile + partials + 16 * (stages + 2) + 1024
 
 
-def most_stages(bn: int, split: int = 1, rows: int = BM, beside: int = 0, gated: bool = False) -> int:
+def most_stages(bn: int, split: int = 1, rows: int = BM, beside: int = 0, staged: int | None = None) -> int:
     """How many stages fit, for tiles of `rows` rows; beside: bytes of shared memory in other use."""
-    fixed, more = (shared_bytes(bn, stages, split, rows, gated) for stages in (0, 1))
+    fixed, more = (shared_bytes(bn, stages, split, rows, staged) for stages in (0, 1))
     return (SHARED_MEMORY - beside - fixed) // (more - fixed)
 
 

@@ -2,10 +2,10 @@
 //
 // A block has three warpgroups. The first one gives registers away and splits into
 //   - the loader, thread 0:    loads operands into the stages of shared memory (`produce` of gemm.cuh),
-//   - the storer, warp 1:      stores the tiles that have been staged,
+//   - the storer, warp 1:      stores the tiles that have been staged (not of STORES_OWN),
 //   - the helpers, warps 2, 3: exchange data with peers.
-// The other two warpgroups multiply (`consume`) and stage tiles in shared memory. Blocks take tiles in turns, and a tile has a
-// sum of products, the terms, in one accumulator.
+// The other two warpgroups multiply (`consume`) and stage tiles in shared memory, or of STORES_OWN store them themselves. Blocks
+// take tiles in turns, and a tile has a sum of products, the terms, in one accumulator.
 //
 // A kernel is a struct over `Frame` that says what it loads, stores and exchanges, and is started by `run`:
 //
@@ -16,12 +16,14 @@
 //         int blocks();                         // blocks of K of all terms: blocks_of(p.k)
 //         void load_tiles(int tiles);           // for each tile, wait for its rows, then `produce` each term
 //         void store_tiles(int tiles);          // for each tile: Staged::wait, stores, Staged::free or free_after_bulk
+//         void store_rows(float (&acc)[BN / 2], const Tile& tile);  // of STORES_OWN, by all warps that multiply
 //         void exchange(Team<HELPERS> team, int share);  // sends share `share` once owns() says so; of TEAMS: a template,
 //                                               // template <int SIZE> void exchange(Team<SIZE> team)
 //         bool waits(int t);                    // of WAITS: whether tile t of this block or another of the cluster does
 //         template <class Meet>                 // in the last program of a call: set counters to 0, give credit;
 //         void clear(int thread, int threads, Meet meet);  // meet() is a barrier of these threads
 //         static constexpr int STORERS = 32;    // where a whole warp stores, not one thread
+//         static constexpr bool STORES_OWN = true;  // where warps that multiply store
 //         static constexpr bool WAITS = true;   // whether tiles wait for peers
 //         static constexpr bool KEEPS = false;  // of WAITS that store no tile before all peers are there
 //         static constexpr bool SENDS = false;  // of SENDERS whose helpers do nothing
@@ -101,6 +103,7 @@ template <class Params, Kind KIND, bool HALVES = true>
 struct Frame {
     static constexpr Kind kind = KIND;
     static constexpr int STORERS = 1;  // threads that store: one, by bulk stores, or a warp
+    static constexpr bool STORES_OWN = false;
     static constexpr bool WAITS = false, KEEPS = true, SENDS = KIND == SENDERS;
     const Params& p;
     Shared s;
@@ -320,8 +323,10 @@ __device__ inline void multiply_tiles(Kernel& k, int tiles) {
         consume(k.s, turn, acc, k.group - 1, blocks);
         Tile tile = k.tile_of(t);
         k.before_store(acc, tile);
-        if (GATED) gate(acc);
-        stage(k.s, acc, k.group - 1, staged);
+        if constexpr (Kernel::STORES_OWN)
+            k.store_rows(acc, tile);
+        else
+            stage(k.s, acc, k.group - 1, staged);
         if (threadIdx.x % GROUP_THREADS == 0)
             k.trace.stamp(EVENT_COMPUTED, Kernel::kind == TEAMS ? -1 : tile.owner, Kernel::kind == TEAMS ? t * CLUSTER : t);
     });
@@ -345,7 +350,7 @@ __device__ inline void run(const Params& p) {
         } else if (threadIdx.x >= STORER && threadIdx.x < STORER + Kernel::STORERS) {
             start.tell(k, tiles);
             if (STORER_MEETS) k.first = __shfl_sync(~0u, static_cast<int>(start.before), 0) == 0;
-            k.store_tiles(tiles);
+            if constexpr (!Kernel::STORES_OWN) k.store_tiles(tiles);
             if (Kernel::kind == TEAMS && STORER_MEETS) named_arrive(END_BARRIER, MEETING);
         } else if (threadIdx.x >= HELPER) {
             Team<HELPERS> team(0);

@@ -10,8 +10,8 @@
 #include "turn.cuh"
 #include "wgmma.cuh"
 
-// GATED: the first half of a tile's columns are of one weight, the second half are the same columns of another one, and the
-// block stores act(first) * second: OUT_BN columns.
+// GATED: the first half of a tile's columns are of one weight, the second half are the same columns of another one (gate.cuh).
+// OUT_BN: columns of a result.
 #ifndef GATED
 #define GATED 0
 #endif
@@ -28,7 +28,11 @@ constexpr int SHARERS = ACROSS + ALONG - 1;
 constexpr int A_BYTES = ROWS * ROW, B_BYTES = (TRANSPOSED ? BN : BOXES * 64) * ROW;
 constexpr int STAGE = A_BYTES + BOXES * 64 * ROW;
 constexpr int OUT_BOXES = (OUT_BN + 63) / 64;
-constexpr int HIGH = WARPS * 16, STAGED = HIGH * OUT_BOXES * 128;  // a staged tile
+// STAGED_BOXES: the boxes of a tile that are staged at once.
+#ifndef STAGED_BOXES
+#define STAGED_BOXES OUT_BOXES
+#endif
+constexpr int HIGH = WARPS * 16, STAGED = HIGH * STAGED_BOXES * 128;  // rows and bytes
 static_assert(!GATED || (BN % 128 == 0 && ACROSS <= 2), "a box, and a block's share of the weights, is of one weight");
 
 struct Shared {
@@ -230,16 +234,6 @@ __device__ inline void add_partials(const Shared& s, float (&acc)[BN / 2], int g
     }
     __syncwarp();
     if (lane < SPLIT && lane != me) barrier_release_at(s.summed, lane);
-}
-
-// The gate of a pair of products, both rounded to 16 bits before and after, as ops of torch do it.
-__device__ inline float rounded(float v) { return low_of(pair(v, 0)); }
-__device__ inline void gate(float (&acc)[BN / 2]) {
-#pragma unroll
-    for (int i = 0; i < BN / 4; ++i) {
-        float g = rounded(acc[i]), act = rounded(g / (1 + __expf(-g)));
-        acc[i] = act * rounded(acc[i + BN / 4]);
-    }
 }
 
 // Adds entries `first, ...` of a bias [n] to every row.

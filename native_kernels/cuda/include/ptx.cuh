@@ -235,6 +235,20 @@ __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+// --- approximations, which flush denormal values to 0 ---
+
+__device__ inline float exp2_of(float v) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v));
+    return power;
+}
+
+__device__ inline float reciprocal(float v) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v));
+    return inverse;
+}
+
 // --- 16-bit floats, two in a word, the first in the low half ---
 
 __device__ inline uint32_t pair(float low, float high) {

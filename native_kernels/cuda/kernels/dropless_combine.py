@@ -74,12 +74,12 @@ class DroplessConfig:
     def cluster(self) -> int:
         return self.across * self.along
 
-    def stages(self, experts: int, height: int, gated: bool = False) -> int:
-        """Blocks of K in flight, beside which lie the rows of experts."""
-        return most_stages(self.bn, rows=height, beside=8 * (experts + 2) + PROGRESS_BYTES, gated=gated)
+    def stages(self, experts: int, height: int, staged: int | None = None) -> int:
+        """Blocks of K in flight, beside which lie the rows of experts; staged: as of `shared_bytes`."""
+        return most_stages(self.bn, rows=height, beside=8 * (experts + 2) + PROGRESS_BYTES, staged=staged)
 
-    def shared_bytes(self, experts: int, height: int, gated: bool = False) -> int:
-        return shared_bytes(self.bn, self.stages(experts, height, gated), rows=height, gated=gated)
+    def shared_bytes(self, experts: int, height: int, staged: int | None = None) -> int:
+        return shared_bytes(self.bn, self.stages(experts, height, staged), rows=height, staged=staged)
 
 
 def height_of(rows: int, experts: int) -> int:
@@ -94,12 +94,12 @@ def dropless_combine_needs(rows: int, n: int, world: int) -> Need:
 
 def dropless_constants(
     params: type[ctypes.Structure], experts: int, world: int, transposed: bool, dtype: torch.dtype,
-    biased: bool, height: int, config: DroplessConfig, trace: bool, gated: bool = False, **own: int,
+    biased: bool, height: int, config: DroplessConfig, trace: bool, staged: int | None = None, **own: int,
 ) -> Constants:  # fmt: skip
     """The macros of both kernels; `own`: those that only one of them has."""
     return constants(
         params, config, world, transposed, dtype, trace, ROWS=height,
-        STAGES=config.stages(experts, height, gated), BIASED=biased, EXPERTS=experts, **own,
+        STAGES=config.stages(experts, height, staged), BIASED=biased, EXPERTS=experts, **own,
     )  # fmt: skip
 
 

@@ -4,13 +4,22 @@
 // Each rank first tells the others which row of X each of their rows becomes (places [W, slot] in their memory); they store
 // it there. A rank has two halves each of X [rows, K] and of counters: told [8], by rank, and arrived [rows / 128], of rows of
 // X. Columns of tiles go through all WEIGHTS, which multiply rows while these lie in the L2 cache.
+#define STAGED_BOXES 1  // of a warp: with less memory for tiles, more stages are in flight
 #include "frame.cuh"
+#include "gate.cuh"
 #include "ragged.cuh"
+
+// KEPT: of GATED, whether the products are stored, too.
+#ifndef KEPT
+#define KEPT 0
+#endif
+static_assert(GATED || !KEPT, "products of a gate");
+constexpr int MOST_OUTPUTS = MOST_WEIGHTS + 1;
 
 struct Params {
     TensorMap exchanged[2];  // our X, a stack of one
     TensorMap w[MOST_WEIGHTS];  // a matrix an expert
-    char* out[MOST_WEIGHTS];
+    char* out[MOST_OUTPUTS];
     const char* parts;         // [rows to send, K]
     const char* bias[MOST_WEIGHTS];
     const int* offsets;        // [EXPERTS], where rows of experts end; absent if all have as many
@@ -28,12 +37,11 @@ struct Params {
 CHECK_PARAMS
 
 constexpr int BLOCK = 128, STARTS = 8;  // rows of X that a counter counts; counters before these
-constexpr int WIDE = OUT_BN / 8;        // pieces of 16 bytes in a row of a tile
-constexpr int OUTPUTS = GATED ? 1 : WEIGHTS;
+constexpr int ROWS_AT_ONCE = 4;         // that a warp stores, of a box
+constexpr int OUTPUTS = GATED ? 1 : WEIGHTS;  // that columns of tiles go through
 
 struct DroplessDispatch : Frame<Params, SENDERS> {
-    static constexpr int STORERS = 32;
-    static constexpr bool WAITS = true;
+    static constexpr bool WAITS = true, STORES_OWN = true;
     static constexpr int MOST_RUN = 8, LEAST_RUNS = 4;  // rows of a run, and runs of a warp that has longer ones
     static constexpr int FIRST_AHEAD = 8;               // as STORES_AHEAD, of a warp's first run: no tile is loaded yet
     static constexpr int MOST_KNOWN = 256;              // blocks of X: behind these each tile waits anew
@@ -149,41 +157,54 @@ struct DroplessDispatch : Frame<Params, SENDERS> {
         });
     }
 
-    // Rows behind the last expert are 0.
     __device__ void before_store(float (&acc)[BN / 2], const Tile& tile) const {
+        if (!BIASED || tile.owner == EXPERTS) return;
         Column at = column_at(tile.col, p.cols, OUTPUTS);
-        if (BIASED && tile.owner < EXPERTS)
-            add_bias(acc, p.bias[at.weight] + static_cast<int64_t>(tile.owner) * p.n * 2, at.col * BN, p.n);
-#pragma unroll
-        for (int i = 0; i < BN / 2; ++i)
-            if (tile.owner == EXPERTS) acc[i] = 0;
+        add_bias(acc, p.bias[at.weight] + static_cast<int64_t>(tile.owner) * p.n * 2, at.col * BN, p.n);
     }
 
-    // A warp stores the rows of tiles: an expert may end in the middle of one.
-    __device__ void store_tiles(int tiles) const {
-        constexpr int AT_ONCE = 32 / WIDE;  // rows; a few lanes have none where a row is no power of two
-        int lane = threadIdx.x % 32;
-        Staged staged{s};
-        each_tile_after<WAITS>(tiles, [&] { return barrier_is_over(s.ready, staged.parity); }, [&](int t) {
-            Tile tile = tile_of(t);
-            int left = experts.starts[tile.owner + 1] - tile.row, rows = left < ROWS ? left : ROWS;
-            Column at = column_at(tile.col, p.cols, OUTPUTS);
-            int piece = lane % WIDE, col = at.col * OUT_BN + piece * 8;
-            char* to = p.out[at.weight] + (static_cast<int64_t>(tile.row) * p.n + col) * 2;
-            staged.wait();
-            if (lane >= AT_ONCE * WIDE) rows = 0;
-            for (int row = lane / WIDE; row < rows && col < p.n; row += 4 * AT_ONCE) {
-                uint4 held[4];
+    // Of GATED, the result comes first and behind it, of KEPT, the products.
+    __device__ void store_rows(float (&acc)[BN / 2], const Tile& tile) const {
+        Column at = column_at(tile.col, p.cols, OUTPUTS);
+        if (KEPT) {
+            store_columns(acc, tile, p.out[1], at.col);
+            store_columns(acc + BN / 4, tile, p.out[2], at.col);
+        }
+        if (GATED) gate(acc);
+        store_columns(acc, tile, p.out[at.weight], at.col);
+    }
+
+    // OUT_BN columns of a tile. A warp stages a box of its 16 rows, and stores those of this expert, which may end in the middle
+    // of a tile. Rows behind the last expert are 0.
+    __device__ void store_columns(const float* acc, const Tile& tile, char* out, int tile_col) const {
+        int warp = (group - 1) * 4 + threadIdx.x / 32 % 4, lane = threadIdx.x % 32, first = tile.row + warp * 16;
+        if (warp >= WARPS) return;
+        int row = lane / 8, piece = lane % 8, left = experts.starts[tile.owner + 1] - first;
+        int col = tile_col * OUT_BN + piece * 8;
+        uint32_t box = s.staged + warp * 16 * ROW;
+        char* to = out + (static_cast<int64_t>(first + row) * p.n + col) * 2;
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    if (row + j * AT_ONCE < rows) held[j] = load_shared(s.staged + staged_at(row + j * AT_ONCE, piece));
+        for (int b = 0; b < OUT_BOXES; ++b) {
+            __syncwarp();
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    if (row + j * AT_ONCE < rows) store(to + static_cast<int64_t>(row + j * AT_ONCE) * p.n * 2, held[j]);
+            for (int j = 0; j < 4; ++j) {
+                const float* d = acc + b * 32 + j * 8;
+                if (b * 64 + j * 16 < OUT_BN)
+                    store_matrices(box + lane % 16 * ROW + (j * 2 + lane / 16 ^ lane % 8) * 16, pair(d[0], d[1]),
+                                   pair(d[2], d[3]), pair(d[4], d[5]), pair(d[6], d[7]));
             }
             __syncwarp();
-            if (lane == 0) staged.free();
-        });
+            uint4 held[16 / ROWS_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < 16; i += ROWS_AT_ONCE) {
+                uint4 eight = load_shared(box + (row + i) * ROW + (piece ^ (row + i) % 8) * 16);
+                held[i / ROWS_AT_ONCE] = tile.owner == EXPERTS ? uint4{} : eight;
+            }
+            if (b * 64 + piece * 8 >= OUT_BN || col + b * 64 >= p.n) continue;
+#pragma unroll
+            for (int i = 0; i < 16; i += ROWS_AT_ONCE)
+                if (row + i < left) store(to + static_cast<int64_t>(i) * p.n * 2 + b * ROW, held[i / ROWS_AT_ONCE]);
+        }
     }
 
     // Every rank hears of all others and of all its rows in each call.

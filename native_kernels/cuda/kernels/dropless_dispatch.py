@@ -13,6 +13,7 @@ from torch import Tensor
 from autofuse.native_kernels.cuda.host.experts import MOST_WEIGHTS, tile_cols
 from autofuse.native_kernels.cuda.host.gemm import (
     BK,
+    BOX,
     POINTERS,
     TENSOR_MAP,
     Constants,
@@ -40,13 +41,14 @@ from .dropless_combine import (
 )
 
 SOURCE = "dropless_dispatch.cu"
+MOST_OUTPUTS = MOST_WEIGHTS + 1
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
         ("exchanged", TENSOR_MAP * 2),
         ("w", TENSOR_MAP * MOST_WEIGHTS),
-        ("out", ctypes.c_void_p * MOST_WEIGHTS),
+        ("out", ctypes.c_void_p * MOST_OUTPUTS),
         ("parts", ctypes.c_void_p),
         ("bias", ctypes.c_void_p * MOST_WEIGHTS),
         *fields(ctypes.c_void_p, "offsets", "positions"),
@@ -68,11 +70,12 @@ def dropless_dispatch_needs(rows: int, k: int, world: int) -> Need:
 def dropless_dispatch_constants(
     experts: int, world: int, transposed: bool, dtype: torch.dtype, biased: bool, height: int,
     config: DroplessConfig, trace: bool, weights: int = 1, gated: bool = False,
+    kept: bool = False,
 ) -> Constants:  # fmt: skip
     """The macros that the kernel is compiled with. Without a gate the kernel knows nothing of it."""
-    own = {"WEIGHTS": weights} | ({"GATED": 1} if gated else {})
+    own = {"WEIGHTS": weights} | ({"GATED": 1, "KEPT": kept} if gated else {})
     return dropless_constants(
-        _Params, experts, world, transposed, dtype, biased, height, config, trace, gated, **own
+        _Params, experts, world, transposed, dtype, biased, height, config, trace, BOX, **own
     )
 
 
@@ -98,13 +101,15 @@ def launch_dropless_dispatch(
     a permutation. Of up to MOST_WEIGHTS weights, all of them row-major or all transposed, out[i]: [rows, N]
     is X times the weight of each row's expert, `w[i]: [E, K, N]`, plus `bias[i]: [E, N]`, or there is none.
     gated: of two weights without a bias; out[0] is silu(X @ w[0]) * (X @ w[1]), rounded as by ops of torch.
+    Behind it come both products, if there is room for three outputs.
     Rows of expert e end at `offsets[e]` (int32; None: all have as many), behind the last one out is 0.
     Offsets and positions are contiguous, on the device. trace: three rows of events a program.
     """
     k, (experts, _, n), rows = x.shape[1], w[0].shape, out[0].shape[0]
     kind = memory, experts, k, n, w[0].stride(2) != 1, x.dtype, len(bias) > 0
     for height in HEIGHTS if compile_only else (height_of(rows, experts),):
-        found, template = _prepared(*kind, height, config, trace is not None, len(w), gated)
+        made = len(w), gated, len(out) > len(w)
+        found, template = _prepared(*kind, height, config, trace is not None, *made)
     if compile_only:
         return
     params = filled(template, site, trace, parts=x, offsets=offsets, positions=positions)
@@ -128,14 +133,14 @@ def dropless_dispatch_values(received: Sequence[int], sent: Sequence[int]) -> Va
 @per_memory
 def _prepared(
     memory: PeerMemory, experts: int, k: int, n: int, transposed: bool, dtype: torch.dtype, biased: bool,
-    height: int, config: DroplessConfig, trace: bool, weights: int, gated: bool,
+    height: int, config: DroplessConfig, trace: bool, weights: int, gated: bool, kept: bool,
 ) -> tuple[Kernel, _Params]:  # fmt: skip
     """The kernel and the parameters that do not change from call to call."""
     world, half = memory.world, memory.inbox.half(dtype)
     compiled_with = dropless_dispatch_constants(
-        experts, world, transposed, dtype, biased, height, config, trace, weights, gated
+        experts, world, transposed, dtype, biased, height, config, trace, weights, gated, kept
     )
-    shared = config.shared_bytes(experts, height, gated)
+    shared = config.shared_bytes(experts, height, BOX)
     found = kernel(SOURCE, "dropless_dispatch", compiled_with, shared)
     places_half = memory.finished.half(torch.int32)
     params = _Params(
