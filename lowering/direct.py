@@ -122,10 +122,10 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Calls(ModuleType):
-    """`torch.ops.autofuse.direct`, which generated code reaches without an import: `<op>_<device>`, and
-    `read`."""
+    """`torch.ops.autofuse.direct`, which generated code reaches without an import: `<op>_<device>`, and those
+    of `host_reads`."""
 
-    read = staticmethod(host_reads.read)
+    begin_read, read = staticmethod(host_reads.begin_read), staticmethod(host_reads.read)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         op, _, device = name.rpartition("_")
@@ -145,12 +145,17 @@ def _name_in_code(op: str, device: str) -> str:
     return f"torch.ops.autofuse.direct.{op}_{device}"
 
 
+def _name_of_read(op: str, device: str) -> str:
+    return f"torch.ops.autofuse.direct.{op}"
+
+
 @cache
 def generate_direct_calls() -> None:
     """From now on Inductor generates such calls, in the order of the graph."""
     order_calls("autofuse")
     generate_calls({f"autofuse.{op}": partial(_name_in_code, op) for op in FUSED_OPS})
-    generate_calls({f"autofuse.{host_reads.OP}": lambda device: f"torch.ops.autofuse.direct.{host_reads.OP}"})
+    for op in (host_reads.BEGIN, host_reads.READ):
+        generate_calls({f"autofuse.{op}": partial(_name_of_read, op)})
 
 
 setattr(torch.ops.autofuse, "direct", _Calls("direct"))  # noqa: B010  (it is no op)

@@ -1,7 +1,14 @@
-"""`autofuse::read`: copies numbers from a GPU to the host, where a graph reads sizes from them.
+"""Copies numbers from a GPU to the host, where a graph reads sizes from them.
 
-The host waits for the copy. It launches the kernels that compute `launched` before that, so that the GPU runs
-them meanwhile.
+    autofuse::begin_read(values)            starts the copy, on the stream of the kernels
+    autofuse::read(begun, launched)         the numbers: the host waits for the copy
+
+Kernels that are launched between the two run while the host goes on with the numbers:
+
+    GPU    kernels of values | copy | kernels of launched
+    host                            | works with the numbers
+
+launched: tensors whose kernels are launched before the host waits.
 """
 
 from __future__ import annotations
@@ -13,18 +20,39 @@ from torch import Tensor
 
 from autofuse.lowering.ops.library import LIBRARY
 
-OP = "read"
+BEGIN, READ = "begin_read", "read"
+
+_EVENT = "autofuse_copied"
+"""The attribute of a copy that has begun: the event that ends it."""
 
 
-def read(values: Tensor, launched: Sequence[Tensor]) -> Tensor:
-    """`values` on the host. launched: tensors whose kernels are launched before the host waits."""
-    return values.to("cpu", copy=True)
+def begin_read(values: Tensor) -> Tensor:
+    """Pinned memory, which holds `values` once they are copied."""
+    begun = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    begun.copy_(values, non_blocking=True)
+    copied = torch.Event(values.device)
+    copied.record()
+    setattr(begun, _EVENT, copied)
+    return begun
 
 
-def _fake(values: Tensor, launched: Sequence[Tensor]) -> Tensor:
+def read(begun: Tensor, launched: Sequence[Tensor]) -> Tensor:
+    """The numbers that `begin_read` copies."""
+    getattr(begun, _EVENT).synchronize()
+    return begun.clone()  # an op returns none of its inputs
+
+
+def _fake_begun(values: Tensor) -> Tensor:
     return values.new_empty(values.shape, device="cpu")
 
 
-LIBRARY.define(f"{OP}(Tensor values, Tensor[] launched) -> Tensor")
-LIBRARY.impl(OP, read, "CompositeExplicitAutograd")
-torch.library.register_fake(f"autofuse::{OP}", _fake, lib=LIBRARY)
+def _fake(begun: Tensor, launched: Sequence[Tensor]) -> Tensor:
+    return torch.empty_like(begun)
+
+
+LIBRARY.define(f"{BEGIN}(Tensor values) -> Tensor")
+LIBRARY.impl(BEGIN, begin_read, "CompositeExplicitAutograd")
+torch.library.register_fake(f"autofuse::{BEGIN}", _fake_begun, lib=LIBRARY)
+LIBRARY.define(f"{READ}(Tensor begun, Tensor[] launched) -> Tensor")
+LIBRARY.impl(READ, read, "CompositeExplicitAutograd")
+torch.library.register_fake(f"autofuse::{READ}", _fake, lib=LIBRARY)

@@ -1,11 +1,11 @@
 """Reads the splits of a fused op from a GPU in one copy, as late as possible.
 
 In a graph, `splits.tolist()` is one copy for each rank, and the host waits for every copy. The GPU has
-nothing to do from the first wait to the launch of the fused op. So all numbers are copied at once. The copy
-stands behind all kernels that the fused op needs and that do not depend on the numbers:
+nothing to do from the first wait to the launch of the fused op. So all numbers are copied at once. The host
+waits behind all kernels that the fused op needs and that do not depend on the numbers:
 
     before    v -> copy, wait, copy, wait, ...  w -> copy, wait, ...  kernels of x  more kernels  fused op
-    after     v, w  kernels of x                      copy of (v, w), wait          more kernels  fused op
+    after     v, w -> copy                                      kernels of x  wait  more kernels  fused op
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autofuse.lowering import host_reads as _host_reads  # noqa: F401  (registers torch.ops.autofuse.read)
+from autofuse.lowering import host_reads as _host_reads  # noqa: F401  (registers the ops)
 
 from .graph.anchors import is_collective, is_fused_op
 from .graph.emit import Emitter, erase_unused, order_nodes
@@ -105,21 +105,32 @@ def _late(graph: fx.Graph, items: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _read_before(op: fx.Node, numbers: list[_Number], vectors: list[fx.Node], late: set[fx.Node]) -> None:
+    begins = Emitter(_behind(vectors), Shapes())
+    values = vectors[0] if len(vectors) == 1 else begins.call(aten.cat.default, vectors)
+    begun = begins.call(torch.ops.autofuse.begin_read.default, values)
     emitter = Emitter(op, Shapes())
-    values = vectors[0] if len(vectors) == 1 else emitter.call(aten.cat.default, vectors)
     starts, end = {}, 0
     for vector in vectors:
         starts[vector] = end
         end += tensor(vector).shape[0]  # type: ignore[union-attr]
     launched = _launched(op, late, {number.item for number in numbers})
-    read = emitter.call(torch.ops.autofuse.read.default, values, launched)
+    read = emitter.call(torch.ops.autofuse.read.default, begun, launched)
     selects = []
     for number in numbers:
         selects += number.item.all_input_nodes
-        place = starts[number.vector] + number.at
-        number.item.args = (emitter.call(aten.select.int, read, 0, place),)
+        at = starts[number.vector] + number.at
+        number.item.args = (emitter.call(aten.select.int, read, 0, at),)
     erase_unused(selects)
     order_nodes(op.graph)
+
+
+def _behind(vectors: list[fx.Node]) -> fx.Node:
+    """The first node behind the vectors that is no input of the graph."""
+    places = {node: i for i, node in enumerate(vectors[0].graph.nodes)}
+    node = max(vectors, key=places.__getitem__).next
+    while node.op == "placeholder":
+        node = node.next
+    return node
 
 
 def _launched(op: fx.Node, late: set[fx.Node], items: set[fx.Node]) -> list[fx.Node]:
