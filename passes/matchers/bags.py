@@ -17,21 +17,27 @@ from .match import check_dtype
 
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 SUM, MEAN, MAX = range(3)
+_POOLING_OF = {aten.sum.dim_IntList: SUM, aten.mean.dim: MEAN}
 
 
 @dataclass(frozen=True)
 class Bag:
-    """The arguments of one `_embedding_bag`."""
+    """The arguments of one `_embedding_bag`; or rows of an embedding that are pooled as one would pool them.
+
+    length: of rows of an embedding, the number of rows in each bag; there are no offsets, and the indices are
+    `[bags]` or `[bags, length]`. 0: offsets say which of the indices, `[lookups]`, are of a bag.
+    """
 
     node: fx.Node
     pooled: fx.Node
     weight: fx.Node
     indices: fx.Node
-    offsets: fx.Node
+    offsets: fx.Node | None
     mode: int
-    per_sample_weights: fx.Node | None
-    include_last_offset: bool
-    padding_idx: int
+    per_sample_weights: fx.Node | None = None
+    include_last_offset: bool = False
+    padding_idx: int = -1
+    length: int = 0
 
     @property
     def shared(self) -> tuple[object, ...]:
@@ -41,7 +47,7 @@ class Bag:
             self.include_last_offset,
             self.padding_idx,
             self.per_sample_weights is None,
-            *(dtype_of(n) for n in (self.weight, self.indices, self.offsets)),
+            *(dtype_of(n) for n in (self.weight, self.indices, self.offsets or self.indices)),
         )
 
 
@@ -66,6 +72,31 @@ def read_bag(pooled: fx.Node) -> Bag | None:
     )
 
 
+def read_pooled(pooled: fx.Node) -> Bag | None:
+    """As `read_bag`; also rows `F.embedding(indices, weight)`, and `.sum(1)` and `.mean(1)` of them."""
+    return read_bag(pooled) or _read_rows(pooled)
+
+
+def _read_rows(pooled: fx.Node) -> Bag | None:
+    rows, mode = pooled, SUM
+    if pooled.target in _POOLING_OF:
+        mode = _POOLING_OF[pooled.target]
+        rows = pooled.args[0]
+        if argument(pooled, 1, "dim") not in ([1], [-2]) or argument(pooled, 2, "keepdim", False):
+            return None
+    if not isinstance(rows, fx.Node) or rows.target is not aten.embedding.default:
+        return None
+    weight, indices = rows.args[:2]
+    shape = tensor(indices).shape  # type: ignore[union-attr]
+    pools = rows is not pooled
+    if len(shape) != 1 + pools or dtype_of(pooled) != dtype_of(weight) or (pools and len(rows.users) > 1):
+        return None
+    length = shape[1] if pools else 1
+    if not isinstance(length, int) or length < 1:
+        return None
+    return Bag(pooled, pooled, weight, indices, None, mode, length=length)
+
+
 def check_bags(bags: list[Bag], wire: torch.dtype) -> Reject | None:
     """Why no fused op pools the bags and sends them in the dtype `wire`; None if one does."""
     first = bags[0]
@@ -81,7 +112,7 @@ def check_bags(bags: list[Bag], wire: torch.dtype) -> Reject | None:
 
 def trained(bags: list[Bag]) -> list[fx.Node]:
     """The results of the bags, other than the pooled rows, that the backward reads."""
-    return [u for b in bags for u in b.node.users if u.args[1] != 0 and u.users]
+    return [u for b in bags if not b.length for u in b.node.users if u.args[1] != 0 and u.users]
 
 
 def gpus_pool(bags: list[Bag]) -> bool:
@@ -97,7 +128,7 @@ def gpus_pool(bags: list[Bag]) -> bool:
 
 def replace_extras(emitter: Emitter, bag: Bag) -> None:
     """Compute the other results of a bag that the backward reads: offset2bag, bag sizes, zeros."""
-    for user in list(bag.node.users):
+    for user in [] if bag.length else list(bag.node.users):
         index = user.args[1]
         if index == 0 or not user.users:
             continue

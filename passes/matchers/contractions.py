@@ -134,7 +134,8 @@ def pooled_rows(n: fx.Node, shapes: Shapes) -> Product | Reject:
     first = bags[0]
     weights = [b.per_sample_weights for b in bags if b.per_sample_weights is not None]
     stage = Pooling(first.mode, first.include_last_offset, first.padding_idx, bool(weights)).text
-    operands = tuple(map(Operand, [*(b.offsets for b in bags), *weights]))
+    offsets = [b.offsets for b in bags if b.offsets is not None]
+    operands = tuple(map(Operand, [*offsets, *weights]))
     x, w = tuple(b.indices for b in bags), tuple(b.weight for b in bags)
     layout, inner = Layout.of(shape), frozenset(b.pooled for b in bags) - {n}
     return Product(x, w, (stage,), operands, shape, dtype, layout, n, layout, inner=inner, bags=tuple(bags))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import prod
 
 import torch
 from torch import fx
@@ -33,7 +34,7 @@ from autofuse.passes.graph.layout import (
 from autofuse.passes.graph.paths import outside_reader
 from autofuse.passes.reasons import Reason, Reject
 
-from .bags import SUM, Bag, check_bags, gpus_pool, read_bag, replace_extras
+from .bags import SUM, Bag, check_bags, gpus_pool, read_pooled, replace_extras
 from .match import Context, Found, Match, Work, check_dtype, replace_result
 from .readers import find_cast_readers, find_readers, reread
 
@@ -77,7 +78,7 @@ def match_embedding(anchor: Anchor, context: Context) -> Found:
         return Reject(Reason.LAYOUT, "the destination is not the leading digit of the batch")
     read: Size = 0
     for pooled, bag in sent.bags.items():
-        lookups, itemsize = shapes.known(bag.indices)[0], bag.weight.meta["val"].element_size()
+        lookups, itemsize = prod(shapes.known(bag.indices)), bag.weight.meta["val"].element_size()
         read = read + lookups * shapes.known(pooled)[-1] * itemsize
     inputs = [n for part in sent.parts for n in _inputs(part, sent.bags.get(part))]
     return Match(
@@ -122,7 +123,7 @@ def _find_sent(anchor: Anchor, shapes: Shapes) -> Sent | Reject:
     if followed is None:
         return Reject(Reason.NO_COMPUTE, "no embedding bags feed it")
     parts, layout = followed
-    bags = {part: bag for part in parts if (bag := read_bag(part)) is not None}
+    bags = {part: bag for part in parts if (bag := read_pooled(part)) is not None}
     if outside_reader(anchor, parts) is not None:
         bags = {}
     return Sent(tuple(parts), _pooled_by_the_op(parts, bags, wire), layout, wire)
@@ -160,7 +161,7 @@ def _follow(
     them. `beside`: parts may also be other nodes that are joined with pooled rows."""
 
     def is_part(n: fx.Node) -> bool:
-        if read_bag(n) is not None:
+        if read_pooled(n) is not None:
             return True
         rank = len(shapes.of(n) or ())
         return beside and rank == 2 and any(len(joined(u)) > 1 and has_bag(u) for u in n.users)
@@ -170,7 +171,7 @@ def _follow(
         return [p for p in n.args[0] if isinstance(p, fx.Node)] if joins else []
 
     def has_bag(n: fx.Node) -> bool:
-        return any(read_bag(p) is not None for p in joined(n))
+        return any(read_pooled(p) is not None for p in joined(n))
 
     def ragged(n: fx.Node) -> bool:
         """Whether `n` concatenates the columns of parts of several widths."""
@@ -246,7 +247,8 @@ def _pooled(emitter: Emitter, sent: Sent, shapes: Shapes) -> tuple[object, ...]:
     dtype, of_indices, of_offsets = sent.wire, torch.int64, torch.int64
     for bag in sent.bags.values():
         mode, last, padding = bag.mode, bag.include_last_offset, bag.padding_idx
-        dtype, of_indices, of_offsets = (n.meta["val"].dtype for n in (bag.weight, bag.indices, bag.offsets))
+        of = bag.weight, bag.indices, bag.offsets or bag.indices
+        dtype, of_indices, of_offsets = (n.meta["val"].dtype for n in of)
     batch = shapes.known(sent.parts[0])[0]
 
     @cache
@@ -256,8 +258,12 @@ def _pooled(emitter: Emitter, sent: Sent, shapes: Shapes) -> tuple[object, ...]:
 
     def table(part: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         bag = sent.bags.get(part)
-        if bag is not None:
+        if bag is not None and bag.offsets is not None:
             return bag.weight, bag.indices, bag.offsets
+        if bag is not None:
+            flat = emitter.reshape(bag.indices, [prod(shapes.known(bag.indices))])
+            starts = emitter.call(aten.mul.Tensor, numbers(batch, of_offsets), bag.length)
+            return bag.weight, flat, starts
         bounds = numbers(batch + int(last), of_offsets)
         return emitter.cast(part, dtype), numbers(batch, of_indices), bounds
 

@@ -86,6 +86,18 @@ class Spelling(nn.Module):
         tables = list(self.tables)
         if self.how == "embedding and sum":
             pooled = [F.embedding(indices.view(-1, POOLING), t).sum(1) for t in tables]
+        elif self.how == "rows and means of rows":
+            bags = indices.view(-1, POOLING)
+            pooled = [F.embedding(bags[:, 0], tables[0]), F.embedding(bags, tables[1], 3).mean(-2)]
+        elif self.how == "rows of two tables":
+            bags = indices.view(-1, POOLING)
+            pooled = [F.embedding(bags[:, i], t) for i, t in enumerate(tables)]
+        elif self.how == "rows beside a bag":
+            bags = indices.view(-1, POOLING)
+            pooled = [F.embedding(bags[:, 1], tables[0]), F.embedding_bag(bags, tables[1], mode="sum")]
+        elif self.how == "rows read elsewhere":
+            rows = [F.embedding(indices.view(-1, POOLING), t) for t in tables]
+            pooled = [r.sum(1) + r.mean() for r in rows]
         elif self.how == "bfloat16 tables":
             pooled = [F.embedding_bag(indices, t.bfloat16(), offsets, mode="sum") for t in tables]
         elif self.how == "one table":
@@ -158,5 +170,16 @@ PROGRAMS: dict[str, Program] = {
     "bfloat16 tables": Program(spelled("bfloat16 tables"), INFER, tolerance=0.03),
     "a third of the batch, dynamic": Program(spelled("a third of the batch"), INFER, dynamic=True),
     "scaled": Program(spelled("scaled"), kept={"inference": ["no_compute"]}),
-    "embedding and sum": Program(spelled("embedding and sum"), kept={"inference": ["no_compute"]}),
+    "embedding and sum": Program(spelled("embedding and sum"), INFER),
+    "embedding and sum, dynamic": Program(spelled("embedding and sum"), INFER, dynamic=True),
+    "embedding and sum, training": Program(
+        spelled("embedding and sum"), {"forward": [FORWARD]}, kept={"backward": ["no_compute"]}, grad=True
+    ),
+    **{
+        how: Program(spelled(how), INFER)
+        for how in ("rows and means of rows", "rows of two tables", "rows beside a bag")
+    },
+    "rows of two tables, dynamic": Program(spelled("rows of two tables"), INFER, dynamic=True),
+    "rows beside a bag, training": Program(spelled("rows beside a bag"), TRAIN, grad=True),
+    "rows read elsewhere": Program(spelled("rows read elsewhere"), kept={"inference": ["no_compute"]}),
 }
