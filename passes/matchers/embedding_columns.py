@@ -35,8 +35,8 @@ from .embedding import sends_nothing
 from .match import Context, Work, check_dtype
 from .readers import Reader, find_cast_readers, reread
 
-Reads = Callable[[fx.Node, fx.Node], bool]
-"""Whether a node computes a table's gradient or new rows from the second node."""
+Reads = Callable[[fx.Node, fx.Node], fx.Node | None]
+"""Of a node that reads the second node: the node that computes a table's gradient or new rows from that."""
 
 Kind = Callable[[fx.Node], Hashable | None]
 """What must be equal for all tables of one op, at a node that computes a gradient or new rows; None if no op
@@ -45,13 +45,15 @@ does that."""
 
 @dataclass(frozen=True)
 class Columns:
-    """`node` reads columns `[start, start + width)` of `[B, C]`, which has `layout` on the exchanged tensor.
-    `node` is None for columns of which the op computes nothing."""
+    """`node` computes something from columns `[start, start + width)` of `[B, C]`, which has `layout` on the
+    exchanged tensor; `reader`, the node or one before it, reads them. None for columns of which the op
+    computes nothing."""
 
     node: fx.Node | None
     start: Size
     width: Size
     layout: Layout
+    reader: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def match_columns(
         return Reject(Reason.LAYOUT, "the batch is not made of one run of bags a rank")
     consumed = {r.user for r, c in found if c in mine}
     others = [r for r in readers if r.user not in consumed]
-    others += [r for r in readers if r.user in consumed and _read_besides(r, {c.node for c in mine})]
+    others += [r for r in readers if r.user in consumed and _read_besides(r, {c.reader for c in mine})]
     work = Work(count=len(tables), bytes_read=prod(layout.shape) * received.element_size())
     left = len(found) - len(mine)
     remark = f"torch computes what {left} of {len(found)} tables make of it" if left else ""
@@ -131,14 +133,19 @@ def _columns_of(reader: Reader, reads: Reads) -> list[Columns]:
         if bounds is None or bounds[0] != 1:
             return []
         _, start, width = bounds
-        return [Columns(n, start, width, layout) for n in user.users if reads(n, user)]
-    if not reads(user, reader.view) or len(layout.dims) != 2 or len(layout.fixed) > 1:
+        found = [(reads(n, user), n) for n in user.users]
+        return [Columns(node, start, width, layout, n) for node, n in found if node is not None]
+    node = reads(user, reader.view)
+    if len(layout.dims) == 3 and not layout.dims[1]:  # rows that are expanded to those of a bag
+        layout = Layout((layout.dims[0], layout.dims[2]), layout.fixed)
+    if node is None or len(layout.dims) != 2 or len(layout.fixed) > 1:
         return []
     width = layout.shape[1]
     if not layout.fixed:
-        return [Columns(user, 0, width, layout)]
+        return [Columns(node, 0, width, layout, user)]
     (digit, index), *_ = layout.fixed
-    return [Columns(user, index * width, width, Layout((layout.dims[0], merge((digit, *layout.dims[1])))))]
+    layout = Layout((layout.dims[0], merge((digit, *layout.dims[1]))))
+    return [Columns(node, index * width, width, layout, user)]
 
 
 def _all_columns(tables: list[Columns], layout: Layout) -> list[Columns] | Reject:
@@ -157,7 +164,7 @@ def _all_columns(tables: list[Columns], layout: Layout) -> list[Columns] | Rejec
     return found
 
 
-def _read_besides(reader: Reader, mine: set[fx.Node]) -> bool:
+def _read_besides(reader: Reader, mine: set[fx.Node | None]) -> bool:
     """Whether the slice of this reader has users other than those of tables."""
     return reader.user.target is aten.slice.Tensor and any(u not in mine for u in reader.user.users)
 

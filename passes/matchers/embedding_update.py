@@ -33,7 +33,7 @@ _NOTHING: Given = {
 
 
 def match_embedding_update(anchor: Anchor, context: Context) -> Found:
-    found = match_columns(anchor, context, _is_update, partial(_kind, anchor), "update of a table")
+    found = match_columns(anchor, context, _updates, partial(_kind, anchor), "update of a table")
     if isinstance(found, Reject):
         return found
     updates = [_given(n) for n in found.nodes]
@@ -57,9 +57,9 @@ def _given(n: fx.Node) -> Given:
     return given
 
 
-def _is_update(n: fx.Node, grad: fx.Node) -> bool:
+def _updates(n: fx.Node, grad: fx.Node) -> fx.Node | None:
     op = torch.ops.autofuse.embedding_bag_update.default
-    return called(n) is op and n.target is not op and n.kwargs["grad"] is grad
+    return n if called(n) is op and n.target is not op and n.kwargs["grad"] is grad else None
 
 
 def _inputs(u: Given) -> list[fx.Node]:

@@ -92,6 +92,19 @@ class Spelling(nn.Module):
         elif self.how == "rows of two tables":
             bags = indices.view(-1, POOLING)
             pooled = [F.embedding(bags[:, i], t) for i, t in enumerate(tables)]
+        elif self.how == "rows in bfloat16":
+            bags = indices.view(-1, POOLING)
+            rows = [F.embedding(bags[:, 0], tables[0].bfloat16(), 2), F.embedding(bags, tables[1].bfloat16())]
+            pooled = [rows[0], rows[1].sum(1)]
+        elif self.how == "rows of padding":
+            bags = indices.view(-1, POOLING)
+            pooled = [F.embedding(bags[:, i], t, padding_idx=3) for i, t in enumerate(tables)]
+        elif self.how == "rows by frequency":
+            bags = indices.view(-1, POOLING)
+            pooled = [F.embedding(bags[:, i], t, scale_grad_by_freq=True) for i, t in enumerate(tables)]
+        elif self.how == "rows of several widths":
+            bags = indices.view(-1, POOLING)
+            pooled = [F.embedding(bags[:, i], t[:, i:].contiguous()) for i, t in enumerate(tables)]
         elif self.how == "rows beside a bag":
             bags = indices.view(-1, POOLING)
             pooled = [F.embedding(bags[:, 1], tables[0]), F.embedding_bag(bags, tables[1], mode="sum")]
@@ -172,14 +185,18 @@ PROGRAMS: dict[str, Program] = {
     "scaled": Program(spelled("scaled"), kept={"inference": ["no_compute"]}),
     "embedding and sum": Program(spelled("embedding and sum"), INFER),
     "embedding and sum, dynamic": Program(spelled("embedding and sum"), INFER, dynamic=True),
-    "embedding and sum, training": Program(
-        spelled("embedding and sum"), {"forward": [FORWARD]}, kept={"backward": ["no_compute"]}, grad=True
-    ),
     **{
-        how: Program(spelled(how), INFER)
-        for how in ("rows and means of rows", "rows of two tables", "rows beside a bag")
+        f"{how}, training": Program(spelled(how), TRAIN, grad=True)
+        for how in ("embedding and sum", "rows and means of rows", "rows of two tables", "rows beside a bag")
     },
-    "rows of two tables, dynamic": Program(spelled("rows of two tables"), INFER, dynamic=True),
-    "rows beside a bag, training": Program(spelled("rows beside a bag"), TRAIN, grad=True),
+    "rows in bfloat16, training": Program(spelled("rows in bfloat16"), TRAIN, grad=True, tolerance=0.03),
+    "rows of padding, training": Program(spelled("rows of padding"), TRAIN, grad=True),
+    "rows of several widths, training": Program(spelled("rows of several widths"), TRAIN, grad=True),
+    "rows by frequency, training": Program(
+        spelled("rows by frequency"), {"forward": [FORWARD]}, kept={"backward": ["no_compute"]}, grad=True
+    ),
+    "rows of two tables, dynamic, training": Program(
+        spelled("rows of two tables"), TRAIN, grad=True, dynamic=True
+    ),
     "rows read elsewhere": Program(spelled("rows read elsewhere"), kept={"inference": ["no_compute"]}),
 }
