@@ -10,7 +10,7 @@ from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import argument, aten, dtype_of, expression, tensor
-from autofuse.passes.graph.layout import same_size
+from autofuse.passes.graph.layout import Size, same_size
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import check_dtype
@@ -24,8 +24,9 @@ _POOLING_OF = {aten.sum.dim_IntList: SUM, aten.mean.dim: MEAN}
 class Bag:
     """The arguments of one `_embedding_bag`; or rows of an embedding that are pooled as one would pool them.
 
-    length: of rows of an embedding, the number of rows in each bag; there are no offsets, and the indices are
-    `[bags]` or `[bags, length]`. 0: offsets say which of the indices, `[lookups]`, are of a bag.
+    length: of rows of an embedding, the number of rows in each bag. There are no offsets, the indices are
+    `[bags]` or `[bags, length]`, and weights of samples are like the indices, of any dtype. 0: offsets say
+    which of the indices, `[lookups]`, are of a bag.
     """
 
     node: fx.Node
@@ -73,17 +74,20 @@ def read_bag(pooled: fx.Node) -> Bag | None:
 
 
 def read_pooled(pooled: fx.Node) -> Bag | None:
-    """As `read_bag`; also rows `F.embedding(indices, weight)`, and `.sum(1)` and `.mean(1)` of them."""
+    """As `read_bag`; also rows `F.embedding(indices, weight)`, `.sum(1)` and `.mean(1)` of them, and
+    `(rows * samples.unsqueeze(-1)).sum(1)`."""
     return read_bag(pooled) or _read_rows(pooled)
 
 
 def _read_rows(pooled: fx.Node) -> Bag | None:
-    rows, mode = pooled, SUM
+    rows, mode, samples = pooled, SUM, None
     if pooled.target in _POOLING_OF:
         mode = _POOLING_OF[pooled.target]
         rows = pooled.args[0]
         if argument(pooled, 1, "dim") not in ([1], [-2]) or argument(pooled, 2, "keepdim", False):
             return None
+        if mode == SUM and len(rows.users) == 1:
+            rows, samples = without_samples(rows)
     if not isinstance(rows, fx.Node) or rows.target is not aten.embedding.default:
         return None
     weight, indices = rows.args[:2]
@@ -94,7 +98,25 @@ def _read_rows(pooled: fx.Node) -> Bag | None:
     length = shape[1] if pools else 1
     if not isinstance(length, int) or length < 1:
         return None
-    return Bag(pooled, pooled, weight, indices, None, mode, length=length)
+    return Bag(pooled, pooled, weight, indices, None, mode, samples, length=length)
+
+
+def without_samples(rows: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """`r: [B, L, D]` and `s: [B, L]` of `r * s.unsqueeze(-1)`; `rows` and None if it is something else."""
+    if rows.target is not aten.mul.Tensor:
+        return rows, None
+    for r, s in (rows.args[:2], rows.args[1::-1]):
+        if not (isinstance(r, fx.Node) and isinstance(s, fx.Node)) or s.target is not aten.unsqueeze.default:
+            continue
+        of_rows, of_samples = (list(tensor(n).shape) for n in (r, s))  # type: ignore[union-attr]
+        if s.args[1] in (-1, 2) and len(of_rows) == 3 and of_samples == [*of_rows[:2], 1]:
+            return r, s.args[0]
+    return rows, None
+
+
+def flat_samples(emitter: Emitter, samples: fx.Node, dtype: torch.dtype | None, lookups: Size) -> fx.Node:
+    """Weights `[B, L]` of samples as a bag has them."""
+    return emitter.reshape(emitter.cast(samples, dtype), [lookups])
 
 
 def check_bags(bags: list[Bag], wire: torch.dtype) -> Reject | None:

@@ -34,7 +34,7 @@ from autofuse.passes.graph.layout import (
 from autofuse.passes.graph.paths import outside_reader
 from autofuse.passes.reasons import Reason, Reject
 
-from .bags import SUM, Bag, check_bags, gpus_pool, read_pooled, replace_extras
+from .bags import SUM, Bag, check_bags, flat_samples, gpus_pool, read_pooled, replace_extras
 from .match import Context, Found, Match, Work, check_dtype, replace_result
 from .readers import find_cast_readers, find_readers, reread
 
@@ -268,7 +268,11 @@ def _pooled(emitter: Emitter, sent: Sent, shapes: Shapes) -> tuple[object, ...]:
         return emitter.cast(part, dtype), numbers(batch, of_indices), bounds
 
     tables, indices, offsets = map(list, zip(*map(table, sent.parts), strict=True))
-    weights = [b.per_sample_weights for b in sent.bags.values() if b.per_sample_weights is not None]
+
+    def samples(bag: Bag, given: fx.Node) -> fx.Node:
+        return flat_samples(emitter, given, dtype, prod(shapes.known(bag.indices))) if bag.length else given
+
+    weights = [samples(b, w) for b in sent.bags.values() if (w := b.per_sample_weights) is not None]
     return tables, indices, offsets, weights, mode, last, padding
 
 

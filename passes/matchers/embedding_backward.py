@@ -16,7 +16,7 @@ from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import aten, dtype_of
 from autofuse.passes.reasons import Reject
 
-from .bags import MAX, SUM
+from .bags import MAX, SUM, flat_samples
 from .embedding_columns import Exchanged, match_columns, sent, without_lookups
 from .match import Context, Found, Match, check_dtype, values
 from .table_gradients import TableGradient, gradient_from, read_gradient
@@ -116,7 +116,11 @@ def _rewrite(anchor: Anchor, context: Context, found: Exchanged, emitter: Emitte
         return flat, emitter.call(aten.mul.Tensor, starts, g.length)
 
     def samples(g: TableGradient | None) -> fx.Node | None:
-        return emitter.full([0], 0, of_samples) if g is None else g.per_sample_weights
+        if g is None or g.per_sample_weights is None:
+            return emitter.full([0], 0, of_samples, options.dtype)
+        if not g.length:
+            return g.per_sample_weights
+        return flat_samples(emitter, g.per_sample_weights, options.dtype, found.layout.shape[0] * g.length)
 
     indices, offsets = map(list, zip(*map(bags, gradients), strict=True))
     fused = emitter.call(

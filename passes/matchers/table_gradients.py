@@ -10,11 +10,11 @@ from torch import fx
 
 from autofuse.passes.graph.follow import argument, aten, dtype_of, is_cast, tensor
 
-from .bags import MEAN, SUM
+from .bags import MEAN, SUM, without_samples
 from .embedding_columns import has_last_offset
 
 _SUMS = aten._unsafe_masked_index_put_accumulate.default
-_BEFORE_SUMS = (aten.unsqueeze.default, aten.expand.default, aten.div.Scalar)
+_BEFORE_SUMS = (aten.unsqueeze.default, aten.expand.default, aten.div.Scalar, aten.mul.Tensor)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def gradient_from(n: fx.Node, grad: fx.Node) -> fx.Node | None:
 
 
 def _of_rows(n: fx.Node) -> TableGradient | None:
-    """That of `F.embedding(indices, weight)`, or of `.sum(1)` or `.mean(1)` of it, as Inductor decomposes it:
+    """That of the rows and sums of rows that `read_pooled` reads, as Inductor decomposes it:
     gradients are added up where the index is one of a row, and not the padding. Those of 16 bits are added up
     in float32, and rounded once."""
     sums = n.args[0] if is_cast(n) else n
@@ -82,7 +82,7 @@ def _of_rows(n: fx.Node) -> TableGradient | None:
         grad = grad.args[0]
     if zeros.target is not aten.full.default or zeros.args[1] != 0 or len(where) != 1:
         return None
-    (indices,), mode, length = where, SUM, 1
+    (indices,), mode, length, samples = where, SUM, 1, None
     rows, shape = zeros.args[0][0], tensor(indices).shape  # type: ignore[union-attr]
     padding = _padding(mask, indices, rows)
     if padding is None or len(shape) not in (1, 2):
@@ -93,14 +93,18 @@ def _of_rows(n: fx.Node) -> TableGradient | None:
             return None
         if grad.target is aten.div.Scalar and grad.args[1] == length:
             mode, grad = MEAN, grad.args[0]
+        else:
+            grad, samples = without_samples(grad)
         if grad.target is not aten.expand.default or grad.args[0].target is not aten.unsqueeze.default:
             return None
         grad, dim = grad.args[0].args
         if dim != 1:
             return None
-    if dtype_of(n) != dtype_of(grad) or (mode == MEAN and (padding >= 0 or rounded)):
+    if mode == MEAN and padding >= 0:  # a bag does not count it
         return None
-    return TableGradient(n, grad, indices, None, rows, mode, padding, length=length)
+    if dtype_of(n) != dtype_of(grad) or (rounded and (mode == MEAN or samples is not None)):
+        return None
+    return TableGradient(n, grad, indices, None, rows, mode, padding, samples, length=length)
 
 
 def _padding(mask: fx.Node, indices: fx.Node, rows: int) -> int | None:

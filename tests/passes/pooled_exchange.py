@@ -96,6 +96,14 @@ class Spelling(nn.Module):
             bags = indices.view(-1, POOLING)
             rows = [F.embedding(bags[:, 0], tables[0].bfloat16(), 2), F.embedding(bags, tables[1].bfloat16())]
             pooled = [rows[0], rows[1].sum(1)]
+        elif self.how == "masked rows":
+            bags, masks = indices.view(-1, POOLING), weights.view(-1, POOLING) > 0.3
+            rows = [F.embedding(bags, t, padding_idx=3) for t in tables]
+            pooled = [(rows[0] * masks.unsqueeze(-1)).sum(1), (masks.unsqueeze(2).float() * rows[1]).sum(-2)]
+        elif self.how == "weighted rows":
+            bags, samples = indices.view(-1, POOLING), weights.view(-1, POOLING)
+            rows = [F.embedding(bags, tables[0]) * samples.unsqueeze(-1), F.embedding(bags, tables[1])]
+            pooled = [r.sum(1) for r in rows]
         elif self.how == "rows of padding":
             bags = indices.view(-1, POOLING)
             pooled = [F.embedding(bags[:, i], t, padding_idx=3) for i, t in enumerate(tables)]
@@ -190,6 +198,8 @@ PROGRAMS: dict[str, Program] = {
         for how in ("embedding and sum", "rows and means of rows", "rows of two tables", "rows beside a bag")
     },
     "rows in bfloat16, training": Program(spelled("rows in bfloat16"), TRAIN, grad=True, tolerance=0.03),
+    "masked rows, training": Program(spelled("masked rows"), TRAIN, grad=True),
+    "weighted rows, training": Program(spelled("weighted rows"), TRAIN, grad=True),
     "rows of padding, training": Program(spelled("rows of padding"), TRAIN, grad=True),
     "rows of several widths, training": Program(spelled("rows of several widths"), TRAIN, grad=True),
     "rows by frequency, training": Program(
