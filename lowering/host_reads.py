@@ -30,9 +30,7 @@ def begin_read(values: Tensor) -> Tensor:
     """Pinned memory, which holds `values` once they are copied."""
     begun = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     begun.copy_(values, non_blocking=True)
-    copied = torch.Event(values.device)
-    copied.record()
-    setattr(begun, _EVENT, copied)
+    setattr(begun, _EVENT, torch.cuda.current_stream(values.device).record_event())
     return begun
 
 

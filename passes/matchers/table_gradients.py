@@ -70,9 +70,9 @@ def gradient_from(n: fx.Node, grad: fx.Node) -> fx.Node | None:
 
 
 def _of_rows(n: fx.Node) -> TableGradient | None:
-    """That of the rows and sums of rows that `read_pooled` reads, as Inductor decomposes it:
-    gradients are added up where the index is one of a row, and not the padding. Those of 16 bits are added up
-    in float32, and rounded once."""
+    """That of the rows and sums of rows that `read_pooled` reads, as Inductor decomposes it: gradients are
+    added up where the index is one of a row, and not the padding. Those of 16 bits are added up in float32,
+    and rounded once."""
     sums = n.args[0] if is_cast(n) else n
     if not isinstance(sums, fx.Node) or sums.target is not _SUMS:
         return None
@@ -114,8 +114,11 @@ def _padding(mask: fx.Node, indices: fx.Node, rows: int) -> int | None:
         return None
     terms = {(term.target, *term.args) for term in _terms(mask.args[0])}
     rest = terms - {(aten.ge.Scalar, indices, 0), (aten.lt.Scalar, indices, rows)}
-    ((target, *read),) = rest if len(terms) == 3 and len(rest) == 1 else [(None,)]
-    return read[1] if target is aten.ne.Scalar and read[0] is indices else None
+    if len(terms) - len(rest) != 2 or len(rest) > 1:
+        return None
+    for target, *read in rest:
+        return read[1] if target is aten.ne.Scalar and read[0] is indices else None
+    return -1
 
 
 def _terms(n: Any) -> Iterator[fx.Node]:
