@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import argument, aten, dtype_of, expression, tensor
+from autofuse.passes.graph.follow import argument, aten, dtype_of, expression, is_cast, is_view, tensor
 from autofuse.passes.graph.layout import Size, same_size
 from autofuse.passes.reasons import Reason, Reject
 
@@ -18,6 +18,13 @@ from .match import check_dtype
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 SUM, MEAN, MAX = range(3)
 _POOLING_OF = {aten.sum.dim_IntList: SUM, aten.mean.dim: MEAN}
+_OF_ROWS = {
+    *_POOLING_OF, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor,
+    aten.sub.Tensor, aten.neg.default, aten.where.self, aten.masked_fill.Scalar, aten.amax.default,
+    aten.relu.default, operator.getitem,
+}  # fmt: skip
+MOST_STEPS = 8
+"""From rows of a table to what is sent, and from what is received to the gradient of a table."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Bag:
     per_sample_weights: fx.Node | None = None
     include_last_offset: bool = False
     padding_idx: int = -1
-    length: int = 0
+    length: Size = 0
 
     @property
     def shared(self) -> tuple[object, ...]:
@@ -95,8 +102,8 @@ def _read_rows(pooled: fx.Node) -> Bag | None:
     pools = rows is not pooled
     if len(shape) != 1 + pools or dtype_of(pooled) != dtype_of(weight) or (pools and len(rows.users) > 1):
         return None
-    length = shape[1] if pools else 1
-    if not isinstance(length, int) or length < 1:
+    length = expression(shape[1]) if pools else 1
+    if same_size(length, 0):
         return None
     return Bag(pooled, pooled, weight, indices, None, mode, samples, length=length)
 
@@ -117,6 +124,20 @@ def without_samples(rows: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 def flat_samples(emitter: Emitter, samples: fx.Node, dtype: torch.dtype | None, lookups: Size) -> fx.Node:
     """Weights `[B, L]` of samples as a bag has them."""
     return emitter.reshape(emitter.cast(samples, dtype), [lookups])
+
+
+def reads_table(n: fx.Node, left: int = MOST_STEPS) -> bool:
+    """Whether rows of a table, or of pooled ones, become `n` by at most `left` ops of one row each."""
+    if n.target in (aten.embedding.default, *_BAGS):
+        return True
+    if left == 0 or not is_of_rows(n):
+        return False
+    return any(reads_table(source, left - 1) for source in n.all_input_nodes)
+
+
+def is_of_rows(n: fx.Node) -> bool:
+    """Whether the op computes each pooled row from one row, or a few."""
+    return n.target in _OF_ROWS or is_cast(n) or is_view(n)
 
 
 def check_bags(bags: list[Bag], wire: torch.dtype) -> Reject | None:

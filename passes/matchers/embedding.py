@@ -17,7 +17,16 @@ from torch import fx
 
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import CannotEmit, Emitter
-from autofuse.passes.graph.follow import Shapes, argument, aten, dtype_of, expression, follow
+from autofuse.passes.graph.follow import (
+    Shapes,
+    argument,
+    aten,
+    dtype_of,
+    expression,
+    follow,
+    is_cast,
+    is_view,
+)
 from autofuse.passes.graph.layout import (
     Cut,
     Digit,
@@ -34,7 +43,7 @@ from autofuse.passes.graph.layout import (
 from autofuse.passes.graph.paths import outside_reader
 from autofuse.passes.reasons import Reason, Reject
 
-from .bags import SUM, Bag, check_bags, flat_samples, gpus_pool, read_pooled, replace_extras
+from .bags import SUM, Bag, check_bags, flat_samples, gpus_pool, read_pooled, reads_table, replace_extras
 from .match import Context, Found, Match, Work, check_dtype, replace_result
 from .readers import find_cast_readers, find_readers, reread
 
@@ -110,7 +119,7 @@ def _inputs(part: fx.Node, bag: Bag | None) -> list[fx.Node]:
 
 
 def _find_sent(anchor: Anchor, shapes: Shapes) -> Sent | Reject:
-    """What is sent, if at least one bag is among it.
+    """What is sent, if rows of tables are among it.
 
     The tables of a rank are its own. So whatever they are, the rank must fuse the exchange if its peers can:
     what the op cannot pool, torch pools.
@@ -163,15 +172,18 @@ def _follow(
     def is_part(n: fx.Node) -> bool:
         if read_pooled(n) is not None:
             return True
-        rank = len(shapes.of(n) or ())
-        return beside and rank == 2 and any(len(joined(u)) > 1 and has_bag(u) for u in n.users)
+        if not beside or len(shapes.of(n) or ()) != 2:
+            return False
+        if any(len(joined(u)) > 1 and has_bag(u) for u in n.users):
+            return True
+        return not (is_view(n) or is_cast(n)) and reads_table(n)
 
     def joined(n: fx.Node) -> list[fx.Node]:
         joins = n.target in (aten.cat.default, aten.stack.default)
         return [p for p in n.args[0] if isinstance(p, fx.Node)] if joins else []
 
     def has_bag(n: fx.Node) -> bool:
-        return any(read_pooled(p) is not None for p in joined(n))
+        return any(read_pooled(p) is not None or reads_table(p) for p in joined(n))
 
     def ragged(n: fx.Node) -> bool:
         """Whether `n` concatenates the columns of parts of several widths."""
@@ -262,7 +274,7 @@ def _pooled(emitter: Emitter, sent: Sent, shapes: Shapes) -> tuple[object, ...]:
             return bag.weight, bag.indices, bag.offsets
         if bag is not None:
             flat = emitter.reshape(bag.indices, [prod(shapes.known(bag.indices))])
-            starts = emitter.call(aten.mul.Tensor, numbers(batch, of_offsets), bag.length)
+            starts = emitter.call(aten.mul.Tensor, numbers(batch, of_offsets), emitter.size(bag.length))
             return bag.weight, flat, starts
         bounds = numbers(batch + int(last), of_offsets)
         return emitter.cast(part, dtype), numbers(batch, of_indices), bounds

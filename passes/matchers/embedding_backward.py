@@ -113,7 +113,7 @@ def _rewrite(anchor: Anchor, context: Context, found: Exchanged, emitter: Emitte
         bag_count = found.layout.shape[0]
         flat = emitter.reshape(g.indices, [bag_count * g.length])
         starts = emitter.cast(emitter.numbers(emitter.size(bag_count), g.indices), options.offset)
-        return flat, emitter.call(aten.mul.Tensor, starts, g.length)
+        return flat, emitter.call(aten.mul.Tensor, starts, emitter.size(g.length))
 
     def samples(g: TableGradient | None) -> fx.Node | None:
         if g is None or g.per_sample_weights is None:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from autofuse.passes.graph.follow import argument, aten, dtype_of, is_cast, tensor
+from autofuse.passes.graph.follow import argument, aten, dtype_of, expression, is_cast, tensor, value
+from autofuse.passes.graph.layout import Size, same_size
 
-from .bags import MEAN, SUM, without_samples
+from .bags import MEAN, MOST_STEPS, SUM, is_of_rows, without_samples
 from .embedding_columns import has_last_offset
 
 _SUMS = aten._unsafe_masked_index_put_accumulate.default
@@ -33,7 +35,7 @@ class TableGradient:
     include_last_offset: bool = False
     sparse: bool = False
     by_frequency: bool = False
-    length: int = 0
+    length: Size = 0
 
 
 def read_gradient(n: fx.Node) -> TableGradient | None:
@@ -57,7 +59,18 @@ def read_gradient(n: fx.Node) -> TableGradient | None:
 
 
 def gradient_from(n: fx.Node, grad: fx.Node) -> fx.Node | None:
-    """The node that computes the gradient of a table from `grad`, which `n` reads."""
+    """The node that computes the gradient of a table from `grad`, which `n` reads. If the program does more
+    with `grad` than a fused op does, `n`."""
+    return _gradient_from(n, grad) or (n if _reaches_table(n) else None)
+
+
+def _reaches_table(n: fx.Node, left: int = MOST_STEPS) -> bool:
+    if n.target in (_SUMS, aten._embedding_bag_backward.default):
+        return True
+    return left > 0 and is_of_rows(n) and any(_reaches_table(user, left - 1) for user in n.users)
+
+
+def _gradient_from(n: fx.Node, grad: fx.Node) -> fx.Node | None:
     while (n.target in _BEFORE_SUMS or is_cast(n)) and len(n.users) == 1:
         (n,) = n.users
     if n.target is _SUMS and len(n.users) == 1:
@@ -88,10 +101,8 @@ def _of_rows(n: fx.Node) -> TableGradient | None:
     if padding is None or len(shape) not in (1, 2):
         return None
     if len(shape) == 2:
-        length = shape[1]
-        if not isinstance(length, int):
-            return None
-        if grad.target is aten.div.Scalar and grad.args[1] == length:
+        length = expression(shape[1])
+        if grad.target is aten.div.Scalar and _is_size(grad.args[1], length):
             mode, grad = MEAN, grad.args[0]
         else:
             grad, samples = without_samples(grad)
@@ -105,6 +116,10 @@ def _of_rows(n: fx.Node) -> TableGradient | None:
     if dtype_of(n) != dtype_of(grad) or (rounded and (mode == MEAN or samples is not None)):
         return None
     return TableGradient(n, grad, indices, None, rows, mode, padding, samples, length=length)
+
+
+def _is_size(given: object, size: Size) -> bool:
+    return isinstance(value(given), int | torch.SymInt) and same_size(expression(given), size)
 
 
 def _padding(mask: fx.Node, indices: fx.Node, rows: int) -> int | None:

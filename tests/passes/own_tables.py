@@ -115,6 +115,10 @@ PROGRAMS: dict[str, Program] = {
         own("sum", "mean", "mean", wire=torch.bfloat16), *TRAIN, grad=True, tolerance=0.02
     ),
     "scaled, training": Program(own("sum", "scaled", "embedding"), *TRAIN, grad=True),
+    "all scaled, training": Program(own("scaled", "scaled", "scaled"), *TRAIN, grad=True, worlds=(2, 3)),
+    "all embeddings, dynamic, training": Program(
+        own("embedding", "embedding", "embedding"), *TRAIN, grad=True, dynamic=True
+    ),
     "no bag is alone, dynamic": Program(own("mean", "scaled", "max"), INFER[0], dynamic=True),
     "dynamic, training": Program(own("sum", "mean", "max"), *TRAIN, grad=True, dynamic=True),
     "uneven, training": Program(own("mean", "scaled", "sum", "max"), *TRAIN, grad=True),

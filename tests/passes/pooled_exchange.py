@@ -113,6 +113,8 @@ class Spelling(nn.Module):
         elif self.how == "rows of several widths":
             bags = indices.view(-1, POOLING)
             pooled = [F.embedding(bags[:, i], t[:, i:].contiguous()) for i, t in enumerate(tables)]
+        elif self.how == "by index":
+            pooled = [t[indices[: offsets.shape[0]]] for t in tables]
         elif self.how == "rows beside a bag":
             bags = indices.view(-1, POOLING)
             pooled = [F.embedding(bags[:, 1], tables[0]), F.embedding_bag(bags, tables[1], mode="sum")]
@@ -192,7 +194,9 @@ PROGRAMS: dict[str, Program] = {
     # Eager adds in bfloat16.
     "bfloat16 tables": Program(spelled("bfloat16 tables"), INFER, tolerance=0.03),
     "a third of the batch, dynamic": Program(spelled("a third of the batch"), INFER, dynamic=True),
-    "scaled": Program(spelled("scaled"), kept={"inference": ["no_compute"]}),
+    # Torch computes all rows, which the op sends: other ranks may have bags.
+    "scaled": Program(spelled("scaled"), INFER),
+    "scaled, training": Program(spelled("scaled"), TRAIN, grad=True),
     "embedding and sum": Program(spelled("embedding and sum"), INFER),
     "embedding and sum, dynamic": Program(spelled("embedding and sum"), INFER, dynamic=True),
     **{
@@ -204,11 +208,10 @@ PROGRAMS: dict[str, Program] = {
     "weighted rows, training": Program(spelled("weighted rows"), TRAIN, grad=True),
     "rows of padding, training": Program(spelled("rows of padding"), TRAIN, grad=True),
     "rows of several widths, training": Program(spelled("rows of several widths"), TRAIN, grad=True),
-    "rows by frequency, training": Program(
-        spelled("rows by frequency"), {"forward": [FORWARD]}, kept={"backward": ["no_compute"]}, grad=True
-    ),
+    "rows by frequency, training": Program(spelled("rows by frequency"), TRAIN, grad=True),
     "rows of two tables, dynamic, training": Program(
         spelled("rows of two tables"), TRAIN, grad=True, dynamic=True
     ),
-    "rows read elsewhere": Program(spelled("rows read elsewhere"), kept={"inference": ["no_compute"]}),
+    "rows read elsewhere": Program(spelled("rows read elsewhere"), INFER),
+    "rows of tables by index": Program(spelled("by index"), kept={"inference": ["no_compute"]}),
 }
