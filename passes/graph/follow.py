@@ -72,10 +72,20 @@ def expression(size: object) -> Size:
     """A size as an int or a sympy expression, from an int, a SymInt or a node that holds one."""
     size = value(size)
     if isinstance(size, torch.SymInt):
-        expr = size.node.expr
+        expr = _quotient(size.node.expr)
         return int(expr) if expr.is_Integer else expr
     assert isinstance(size, int), size
     return size
+
+
+def _quotient(expr: sympy.Expr) -> sympy.Expr:
+    """`a` for `(a * b + b - 1) // b`, the length of `arange(0, a * b, b)`; else `expr`."""
+    floor = torch_internals.floor_division(expr)
+    if floor is None:
+        return expr
+    whole, part = floor
+    found = exact_quotient(whole - part + 1, part)
+    return expr if found is None else sympy.sympify(found)
 
 
 def argument(node: fx.Node, index: int, name: str, default: object = None) -> Any:

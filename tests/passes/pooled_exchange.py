@@ -208,6 +208,9 @@ PROGRAMS: dict[str, Program] = {
     "weighted rows, training": Program(spelled("weighted rows"), TRAIN, grad=True),
     "rows of padding, training": Program(spelled("rows of padding"), TRAIN, grad=True),
     "rows of several widths, training": Program(spelled("rows of several widths"), TRAIN, grad=True),
+    "rows beside a bag, dynamic, training": Program(
+        spelled("rows beside a bag"), TRAIN, grad=True, dynamic=True
+    ),
     "rows by frequency, training": Program(spelled("rows by frequency"), TRAIN, grad=True),
     "rows of two tables, dynamic, training": Program(
         spelled("rows of two tables"), TRAIN, grad=True, dynamic=True
