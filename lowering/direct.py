@@ -154,8 +154,9 @@ def generate_direct_calls() -> None:
     """From now on Inductor generates such calls, in the order of the graph."""
     order_calls("autofuse")
     generate_calls({f"autofuse.{op}": partial(_name_in_code, op) for op in FUSED_OPS})
-    for op in (host_reads.BEGIN, host_reads.READ):
-        generate_calls({f"autofuse.{op}": partial(_name_of_read, op)})
+    generate_calls(
+        {f"autofuse.{op}": partial(_name_of_read, op) for op in (host_reads.BEGIN, host_reads.READ)}
+    )
 
 
 setattr(torch.ops.autofuse, "direct", _Calls("direct"))  # noqa: B010  (it is no op)

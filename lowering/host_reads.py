@@ -8,7 +8,8 @@ Kernels that are launched between the two run while the host goes on with the nu
     GPU    kernels of values | copy | kernels of launched
     host                            | works with the numbers
 
-launched: tensors whose kernels are launched before the host waits.
+`read` does not use the tensors `launched`. As they are arguments, their kernels are launched before the host
+waits.
 """
 
 from __future__ import annotations

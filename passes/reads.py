@@ -134,8 +134,8 @@ def _behind(vectors: list[fx.Node]) -> fx.Node:
 
 
 def _launched(op: fx.Node, late: set[fx.Node], items: set[fx.Node]) -> list[fx.Node]:
-    """Tensors from which the op is computed and that are not late: inputs of the op, and what is small enough
-    to be stored."""
+    """The tensors that are computed before the host waits. None of them is late. They are inputs of the op,
+    and small tensors from which late inputs of the op are computed."""
     found: dict[fx.Node, None] = {}
     seen, stack = {op, *items}, [op]
     while stack:

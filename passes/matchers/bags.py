@@ -10,7 +10,7 @@ from torch import fx
 
 from autofuse.passes.graph.emit import Emitter
 from autofuse.passes.graph.follow import argument, aten, dtype_of, expression, is_cast, is_view, tensor
-from autofuse.passes.graph.layout import Size, same_size
+from autofuse.passes.graph.layout import Size, prod, same_size
 from autofuse.passes.reasons import Reason, Reject
 
 from .match import check_dtype
@@ -24,7 +24,8 @@ _OF_ROWS = {
     aten.relu.default, operator.getitem,
 }  # fmt: skip
 MOST_STEPS = 8
-"""From rows of a table to what is sent, and from what is received to the gradient of a table."""
+"""The most ops that lie between rows of a table and what is sent, or between what is received and the
+gradient of a table."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Bag:
     include_last_offset: bool = False
     padding_idx: int = -1
     length: Size = 0
+
+    @property
+    def extras(self) -> list[fx.Node]:
+        """The results, other than the pooled rows, that the backward reads."""
+        return [] if self.length else [u for u in self.node.users if u.args[1] != 0 and u.users]
 
     @property
     def shared(self) -> tuple[object, ...]:
@@ -121,9 +127,18 @@ def without_samples(rows: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     return rows, None
 
 
-def flat_samples(emitter: Emitter, samples: fx.Node, dtype: torch.dtype | None, lookups: Size) -> fx.Node:
-    """Weights `[B, L]` of samples as a bag has them."""
-    return emitter.reshape(emitter.cast(samples, dtype), [lookups])
+def lookups_of_rows(
+    emitter: Emitter, indices: fx.Node, numbers: fx.Node, length: Size
+) -> tuple[fx.Node, fx.Node]:
+    """Indices and offsets of bags of `length` rows each. indices: `[bags]` or `[bags, length]`; numbers: 0 to
+    `bags - 1`, in the dtype of the offsets."""
+    starts = emitter.call(aten.mul.Tensor, numbers, emitter.size(length))
+    return flat(emitter, indices), starts
+
+
+def flat(emitter: Emitter, of_rows: fx.Node) -> fx.Node:
+    """`[bags]` or `[bags, length]` as a vector."""
+    return emitter.reshape(of_rows, [prod(emitter.shapes.known(of_rows))])
 
 
 def reads_table(n: fx.Node, left: int = MOST_STEPS) -> bool:
@@ -154,8 +169,8 @@ def check_bags(bags: list[Bag], wire: torch.dtype) -> Reject | None:
 
 
 def trained(bags: list[Bag]) -> list[fx.Node]:
-    """The results of the bags, other than the pooled rows, that the backward reads."""
-    return [u for b in bags if not b.length for u in b.node.users if u.args[1] != 0 and u.users]
+    """The extras of all bags."""
+    return [extra for bag in bags for extra in bag.extras]
 
 
 def gpus_pool(bags: list[Bag]) -> bool:
@@ -171,10 +186,8 @@ def gpus_pool(bags: list[Bag]) -> bool:
 
 def replace_extras(emitter: Emitter, bag: Bag) -> None:
     """Compute the other results of a bag that the backward reads: offset2bag, bag sizes, zeros."""
-    for user in [] if bag.length else list(bag.node.users):
+    for user in bag.extras:
         index = user.args[1]
-        if index == 0 or not user.users:
-            continue
         if index == 2:
             emitter.replace(user, _bag_sizes(emitter, bag))
         elif same_size(expression(tensor(user).shape[0]), 0):  # type: ignore[union-attr]

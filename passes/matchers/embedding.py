@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import prod
 
 import torch
 from torch import fx
@@ -38,12 +37,23 @@ from autofuse.passes.graph.layout import (
     exact_quotient,
     leading_digit,
     merge,
+    prod,
     same_size,
 )
 from autofuse.passes.graph.paths import outside_reader
 from autofuse.passes.reasons import Reason, Reject
 
-from .bags import SUM, Bag, check_bags, flat_samples, gpus_pool, read_pooled, reads_table, replace_extras
+from .bags import (
+    SUM,
+    Bag,
+    check_bags,
+    flat,
+    gpus_pool,
+    lookups_of_rows,
+    read_pooled,
+    reads_table,
+    replace_extras,
+)
 from .match import Context, Found, Match, Work, check_dtype, replace_result
 from .readers import find_cast_readers, find_readers, reread
 
@@ -273,16 +283,14 @@ def _pooled(emitter: Emitter, sent: Sent, shapes: Shapes) -> tuple[object, ...]:
         if bag is not None and bag.offsets is not None:
             return bag.weight, bag.indices, bag.offsets
         if bag is not None:
-            flat = emitter.reshape(bag.indices, [prod(shapes.known(bag.indices))])
-            starts = emitter.call(aten.mul.Tensor, numbers(batch, of_offsets), emitter.size(bag.length))
-            return bag.weight, flat, starts
+            return bag.weight, *lookups_of_rows(emitter, bag.indices, numbers(batch, of_offsets), bag.length)
         bounds = numbers(batch + int(last), of_offsets)
         return emitter.cast(part, dtype), numbers(batch, of_indices), bounds
 
     tables, indices, offsets = map(list, zip(*map(table, sent.parts), strict=True))
 
     def samples(bag: Bag, given: fx.Node) -> fx.Node:
-        return flat_samples(emitter, given, dtype, prod(shapes.known(bag.indices))) if bag.length else given
+        return flat(emitter, emitter.cast(given, dtype)) if bag.length else given
 
     weights = [samples(b, w) for b in sent.bags.values() if (w := b.per_sample_weights) is not None]
     return tables, indices, offsets, weights, mode, last, padding

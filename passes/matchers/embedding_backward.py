@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import fx
@@ -13,10 +13,10 @@ from torch import fx
 from autofuse.lowering.ops.all_to_all_embedding_bag_backward import AllToAllEmbeddingBagBackward
 from autofuse.passes.graph.anchors import Anchor
 from autofuse.passes.graph.emit import Emitter
-from autofuse.passes.graph.follow import aten, dtype_of
+from autofuse.passes.graph.follow import dtype_of
 from autofuse.passes.reasons import Reject
 
-from .bags import MAX, SUM, flat_samples
+from .bags import MAX, SUM, flat, lookups_of_rows
 from .embedding_columns import Exchanged, match_columns, sent, without_lookups
 from .match import Context, Found, Match, check_dtype, values
 from .table_gradients import TableGradient, gradient_from, read_gradient
@@ -100,27 +100,29 @@ def _kind(n: fx.Node) -> Hashable | None:
 
 def _rewrite(anchor: Anchor, context: Context, found: Exchanged, emitter: Emitter) -> None:
     grad, columns, layout = sent(anchor, context, found, emitter)
-    options = _options(anchor, _gradients(found))
     gradients = [None if t.node is None else read_gradient(t.node) for t in found.tables]
-    weights = (g.per_sample_weights for g in gradients if g is not None)
-    of_samples = next((w for w in weights if w is not None), None)
+    known = [g for g in gradients if g is not None]
+    options = _options(anchor, known)
+    of_samples = next((g.per_sample_weights for g in known if g.per_sample_weights is not None), None)
+
+    @cache
+    def numbers() -> fx.Node:
+        """The number of each bag."""
+        return emitter.cast(emitter.numbers(emitter.size(found.layout.shape[0]), grad), options.offset)
 
     def bags(g: TableGradient | None) -> tuple[fx.Node, fx.Node]:
         if g is None:
             return without_lookups(emitter, found, options.index, options.offset, options.last)
         if g.offsets is not None:
             return g.indices, g.offsets
-        bag_count = found.layout.shape[0]
-        flat = emitter.reshape(g.indices, [bag_count * g.length])
-        starts = emitter.cast(emitter.numbers(emitter.size(bag_count), g.indices), options.offset)
-        return flat, emitter.call(aten.mul.Tensor, starts, emitter.size(g.length))
+        return lookups_of_rows(emitter, g.indices, numbers(), g.length)
 
     def samples(g: TableGradient | None) -> fx.Node | None:
         if g is None or g.per_sample_weights is None:
             return emitter.full([0], 0, of_samples, options.dtype)
         if not g.length:
             return g.per_sample_weights
-        return flat_samples(emitter, g.per_sample_weights, options.dtype, found.layout.shape[0] * g.length)
+        return flat(emitter, emitter.cast(g.per_sample_weights, options.dtype))
 
     indices, offsets = map(list, zip(*map(bags, gradients), strict=True))
     fused = emitter.call(

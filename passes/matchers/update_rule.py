@@ -31,7 +31,7 @@ from .update_algebra import (
 from .update_norms import NORMS, ZEROS, P, U, leads_to_norms
 
 SCALES = (aten.mul.Tensor, aten.div.Tensor, prims.convert_element_type.default)
-"""Ops whose result is a multiple of a tensor, or the tensor in another dtype."""
+"""Each of these ops multiplies or divides a tensor, or casts it."""
 
 
 @dataclass(frozen=True)

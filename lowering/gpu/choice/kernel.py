@@ -123,8 +123,8 @@ class Kernel(Generic[P, C]):
     configs: Callable[[P], Iterable[C]]
     """Configurations that are worth measuring for a problem."""
     needs: Callable[[C, P], Need]
-    """Memory of a call. It lacks regions whose sizes depend on a number of rows that only the call knows, as
-    with dropless experts."""
+    """The memory of a call. Regions of dropless experts are not in it: their sizes depend on the number of
+    rows, which is known only in the call."""
     launch: Callable[..., Any]
     """`launch(Launch, configuration, ...)`; all kernels of an op take the same operands."""
     work: Callable[[C, P], Work]

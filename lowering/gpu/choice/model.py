@@ -23,7 +23,7 @@ _AND = " and "
 _SHIPPED = Path(__file__).with_name("constants")
 
 MEASURED = "h200"
-"""The kind of GPU whose constants are used for kinds of GPUs that were never measured."""
+"""Kinds of GPUs that were never measured use the constants of this kind."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,6 +49,7 @@ class ExpertProblem(OfOp):
     aligned: bool = True
     weights: int = 1
 
+    gated: ClassVar[bool] = False
     is_whole: ClassVar[bool] = True
     most_bytes: ClassVar[int] = MOST_BYTES
 
@@ -60,6 +61,11 @@ class ExpertProblem(OfOp):
     @property
     def n(self) -> int:
         return self.experts * self.columns * self.weights
+
+    @property
+    def outputs(self) -> int:
+        """Of a dispatch's kernel."""
+        return self.weights
 
     @property
     def run(self) -> int:

@@ -24,15 +24,12 @@ def _exchanged(p: ExpertProblem | DroplessProblem, rows: int) -> float:
     return 2.0 * rows * width * (p.world - 1) / p.world
 
 
-def _tiles(
-    p: ExpertProblem | DroplessProblem, rows: int, high: int, down: float, config: Any, outputs: int,
-    gated: bool = False,
-) -> Tiles:  # fmt: skip
+def _tiles(p: ExpertProblem | DroplessProblem, rows: int, high: int, down: float, config: Any) -> Tiles:
     """rows: of all experts; high: rows of a tile; down: how many tiles lie one below the other."""
-    turns = 1 if gated else p.weights
+    turns = 1 if p.gated else p.weights
     columns = cdiv(p.columns * p.weights // turns, config.bn) * turns
     sent = _exchanged(p, rows)
-    memory = 2.0 * (p.k * p.n + rows * (p.k + p.columns * outputs))
+    memory = 2.0 * (p.k * p.n + rows * (p.k + p.columns * p.outputs))
     copied = getattr(config, "copied", False)
     return Tiles(
         f"{p.op} clusters copied" if copied else f"{p.op} clusters",
@@ -49,13 +46,13 @@ def _tiles(
 
 def fixed_work(config: Any, p: ExpertProblem) -> Work:
     high = _height(p.rows)
-    return _tiles(p, p.experts * p.rows, high, p.experts * cdiv(p.rows, high), config, p.weights)
+    return _tiles(p, p.experts * p.rows, high, p.experts * cdiv(p.rows, high), config)
 
 
 def dropless_work(config: Any, p: DroplessProblem) -> Work:
     """An expert ends anywhere among the rows of a cluster: on average half of them lie behind its end."""
     high = height_of(p.m, p.experts)
-    return _tiles(p, p.m, high, p.m / high + p.experts * config.across / 2, config, p.outputs, p.gated)
+    return _tiles(p, p.m, high, p.m / high + p.experts * config.across / 2, config)
 
 
 def _nccl(p: ExpertProblem | DroplessProblem, rows: int, name: str) -> tuple[Work, ...]:

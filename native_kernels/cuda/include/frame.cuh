@@ -2,10 +2,10 @@
 //
 // A block has three warpgroups. The first one gives registers away and splits into
 //   - the loader, thread 0:    loads operands into the stages of shared memory (`produce` of gemm.cuh),
-//   - the storer, warp 1:      stores the tiles that have been staged (not of STORES_OWN),
+//   - the storer, warp 1:      stores the tiles that have been staged; nothing with STORES_OWN,
 //   - the helpers, warps 2, 3: exchange data with peers.
-// The other two warpgroups multiply (`consume`) and stage tiles in shared memory, or of STORES_OWN store them themselves. Blocks
-// take tiles in turns, and a tile has a sum of products, the terms, in one accumulator.
+// The other two warpgroups multiply (`consume`). They stage tiles in shared memory for the storer, or with STORES_OWN store
+// their rows themselves. Blocks take tiles in turns, and a tile has a sum of products, the terms, in one accumulator.
 //
 // A kernel is a struct over `Frame` that says what it loads, stores and exchanges, and is started by `run`:
 //
